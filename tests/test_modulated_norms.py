@@ -74,8 +74,8 @@ def test_gated_sums(dtypes: Any, before: Any, cols: int, varies: tuple[int, ...]
         check(ModulatedNormCase(f"add_{verb}", (2, rows, cols), dtype, varies=varies, **options), target)
 
 
-# Grid rationale. The CPU stores these gradients as it computes them, if all has one type: of rows that its loops keep, and
-# of rows of several stretches.
+# Grid rationale. With one dtype for all, the CPU stores these gradients as it computes them: of rows that its loops
+# keep, and of rows of several stretches.
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 @pytest.mark.parametrize("cols", [17, 1000, 2500])
 @pytest.mark.parametrize("gated", [False, True])

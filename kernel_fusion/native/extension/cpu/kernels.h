@@ -122,7 +122,7 @@ struct ForwardStages : Stages {
   void* h;
   RowLayout residual_rows;
   Dtype residual_type;
-  const void* residual_gate = nullptr;  // prepared
+  Parameter residual_gate{};  // in its own type, or prepared
 };
 
 // With a residual, x of `Backward` is h, whose type dh and dresidual have.
@@ -136,7 +136,7 @@ struct BackwardStages : Stages {
   const void* residual_gate = nullptr;  // prepared
 };
 
-// Rows that have a weight, bias and gate of the residual of their own, all of x's type.
+// Of rows that share none; all of x's type.
 struct OwnParameters {
   const void *weight, *gate;                  // of row 0, as given; null: absent
   int64_t weight_pitch, gate_pitch;           // to the next row's, in bytes

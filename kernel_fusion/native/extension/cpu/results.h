@@ -18,6 +18,10 @@ inline char* element(Dtype dtype, void* tensor, int64_t index) { return static_c
 // Null stays null.
 template <class T> const T* from(const T* p, int64_t start) { return p ? p + start : nullptr; }
 
+KF_INLINE void fetch(const void* p, int64_t bytes) {
+  for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(static_cast<const char*>(p) + line);
+}
+
 // Contiguous results of type T.
 template <class T> struct Results {
   using A = AccOf<T>;

@@ -109,10 +109,6 @@ template <class V> KF_INLINE V dz_of(bool relu, const V& dy, const V& xhat, cons
 // Columns that are fetched together.
 template <class A> constexpr int64_t kFetched = 8 * Pair<A>::kStep;
 
-KF_INLINE void fetch(const void* p, int64_t bytes) {
-  for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(static_cast<const char*>(p) + line);
-}
-
 // A prepared weight; absent, it is 1.
 template <class A> struct PreparedWeight {
   const A* data;

@@ -43,7 +43,7 @@ template <class A> const A* make_h(const Backward& c, const BackwardStages& s, i
     fetch(from(dy, start).data, n * size_of(c.dy_type));
     const Target<A> h{kDtypeOf<A>, room + start};
     if (factor_is_first(s)) apply_factor(s, row, start, n, from(x, start), h);
-    else before_norm<A>(s, row * c.cols + start, n, from(x, start), nullptr, {}, h);
+    else before_norm<A>(s, row * c.cols + start, n, from(x, start), {}, {}, h);
   });
   return room;
 }
@@ -174,7 +174,7 @@ void store_gradients(const Backward& c, const BackwardStages& s, const Passes& p
     if (dresidual) dresiduals.close(n);
     if (gated) return store_factor_gradients(c, s, index, start, n, back.dy, dresiduals, dxs);
     A* const dgate = c.dgate ? static_cast<A*>(c.dgate) + start : nullptr;
-    if (dgate) before_norm<A>(s, position, n, x, nullptr, {}, {kDtypeOf<A>, u});
+    if (dgate) before_norm<A>(s, position, n, x, {}, {}, {kDtypeOf<A>, u});
     if (gate && gradients.chunk) through_gate<A>(gate + start, u, n, first, dgate, chunk);
     if (!c.dx) return;
     if (!directly) {

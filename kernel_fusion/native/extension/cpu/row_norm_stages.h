@@ -40,8 +40,8 @@ template <class A> void drop(const Stages& s, int64_t position, int64_t n, Chain
 
 // out = gate * dropout(pre_activation(x)) + addend; without a gate it is 1.
 template <class A>
-void before_norm(const Stages& s, int64_t position, int64_t n, const Source<A>& x, const A* gate, const Source<A>& addend,
-                 const Target<A>& out) {
+void before_norm(const Stages& s, int64_t position, int64_t n, const Source<A>& x, const Source<A>& gate,
+                 const Source<A>& addend, const Target<A>& out) {
   ChainLoop<A> loop;
   Chunk<MaskOf<A>> kept;
   Chunk<A> dropped;
@@ -49,11 +49,11 @@ void before_norm(const Stages& s, int64_t position, int64_t n, const Source<A>& 
   loop.a = x;
   loop.addend = addend;
   loop.first = out;
-  if (gate) {
+  if (gate.data) {
     loop.combine = Combine::kGate;
-    loop.b = {kDtypeOf<A>, gate};
+    loop.b = gate;
     if (s.dropout) {  // a dropped element times an infinite gate is NaN
-      before_norm<A>(s, position, n, x, nullptr, {}, {kDtypeOf<A>, dropped});
+      before_norm<A>(s, position, n, x, {}, {}, {kDtypeOf<A>, dropped});
       loop.activation = 0;
       loop.a = {kDtypeOf<A>, dropped};
       return run_values(loop, n);

@@ -1,5 +1,6 @@
-// CPU row norms backward for rows with a weight, bias and residual's gate of their own, whose gradients are stored as they are
-// computed, because no other row adds to them. All is of one type. Compiled once per instruction set (-DCPU_CAPABILITY=...).
+// CPU row norms backward of rows that share no weight, bias or gate, so that their gradients are no sums. All is of one type.
+// Compiled once per instruction set (-DCPU_CAPABILITY=...).
+#include "cpu/chunk.h"
 #include "cpu/row_norm_backward.h"
 
 namespace kf::cpu {
@@ -10,7 +11,7 @@ template <class T> const T* row_of_pitch(const void* first, int64_t pitch, int64
   return first ? reinterpret_cast<const T*>(static_cast<const char*>(first) + row * pitch) : nullptr;
 }
 
-// A weight as given, and the offset; absent, it is 1.
+// A weight as given; absent, it is 1.
 template <class T> struct GivenWeight {
   using A = AccOf<T>;
   const T* data;
@@ -48,7 +49,6 @@ template <class T> struct GatedResults {
   }
 };
 
-// The rows of one result.
 template <class T> struct Rows {
   T* first;  // null: not wanted
   RowResults results;
@@ -72,7 +72,7 @@ template <class T> class OwnRows {
     Row<T, T> row = row_of<T, T>(c, index, next);
     const GivenWeight<T> weight{row_of_pitch<T>(own.weight, own.weight_pitch, index), static_cast<A>(own.offset)};
     const bool is_stored = c.dx || own.dresidual || own.dgate;
-    if constexpr (sizeof(T) == 2 && kHasRoom)  // as in `backward_together`: dx is that of rows that share a weight
+    if constexpr (sizeof(T) == 2 && kHasRoom)  // as in `backward_together`
       if (is_stored && passes.together * c.cols <= kKept) {
         alignas(64) A room[2 * (kKept + Pair<A>::kStep)];
         row.kept = room;
@@ -89,7 +89,7 @@ template <class T> class OwnRows {
   }
 
  private:
-  // The row's sums, strip by strip, and the gradients of its weight and bias.
+  // The row's sums, and the gradients of its weight and bias.
   template <bool keeps> void add(Row<T, T>& row, const GivenWeight<T>& weight, int64_t index) {
     Backward strip = c;
     const int64_t width = strip_width(c.cols);

@@ -102,9 +102,12 @@ template <class A> Source<A> make_h(const Forward& c, const ForwardStages& s, in
   const int64_t first = row * c.cols;
   const Target<A> h =
       s.residual ? Target<A>{s.residual_type, element(s.residual_type, s.h, first)} : Target<A>{kDtypeOf<A>, room};
-  const A* gate = from(static_cast<const A*>(s.residual_gate), column_of(c, row));
+  const Source<A> gate = from(Source<A>{s.residual_gate.type, s.residual_gate.data}, column_of(c, row));
   const Source<A> residual = s.residual ? row_at<A>(s.residual_type, s.residual, s.residual_rows, row) : Source<A>{};
+  const bool fetches = !c.weight.as_is(kDtypeOf<A>);  // a row's own weight and bias, which are read next
   each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
+    for (const Parameter* p : {&c.weight, &c.bias})
+      if (fetches && p->data) fetch(element(p->type, p->data, column_of(c, row) + start), n * size_of(p->type));
     if (factor_is_first(s)) apply_factor(s, row, start, n, from(x, start), from(h, start));
     else before_norm(s, first + start, n, from(x, start), from(gate, start), from(residual, start), from(h, start));
   });
@@ -114,14 +117,15 @@ template <class A> Source<A> make_h(const Forward& c, const ForwardStages& s, in
 template <class A, class T>
 void finish_row(const Forward& c, const ForwardStages& s, int64_t row, const T* h, A mean, A rstd, RowResults& results) {
   const int64_t column = column_of(c, row);
-  const A* weight = from(static_cast<const A*>(c.weight.data), column);
-  const A* bias = from(static_cast<const A*>(c.bias.data), column);
+  Chunk<A> weights, biases;
   each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
     const auto y = results.open<AnyResults<A>>(element(c.y_type, c.y, row * c.cols + start));
+    const A* weight = stretch_of<A>(c.weight, column + start, n, weights);
+    const A* bias = stretch_of<A>(c.bias, column + start, n, biases);
     Chunk<A> z;
     const auto out = s.activation || factor_is_last(s) ? AnyResults<A>::at(kDtypeOf<A>, z) : y;
-    if (s.rounds()) normalize_rounded(s, h + start, mean, rstd, from(weight, start), from(bias, start), n, out);
-    else normalize(h + start, mean, rstd, from(weight, start), from(bias, start), n, out);
+    if (s.rounds()) normalize_rounded(s, h + start, mean, rstd, weight, bias, n, out);
+    else normalize(h + start, mean, rstd, weight, bias, n, out);
     if (s.activation) {
       ChainLoop<A> activate;
       activate.activation = s.activation;
