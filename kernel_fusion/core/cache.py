@@ -44,7 +44,7 @@ def seal(payload: bytes, key: str) -> bytes:
 
 
 def unseal(content: bytes, key: str) -> memoryview | None:
-    """The payload of a whole entry, not copied, or None."""
+    """The payload of a whole entry, or None."""
     payload, trailer = memoryview(content)[:-_TRAILER_BYTES], content[-_TRAILER_BYTES:]
     expected = bytes.fromhex(key) + hashlib.sha256(payload).digest() + _MAGIC
     return payload if trailer == expected else None
