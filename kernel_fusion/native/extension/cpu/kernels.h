@@ -136,7 +136,7 @@ struct BackwardStages : Stages {
   const void* residual_gate = nullptr;  // prepared
 };
 
-// Of rows that share none; all of x's type.
+// A row's own, all of x's type.
 struct OwnParameters {
   const void *weight, *gate;                  // of row 0, as given; null: absent
   int64_t weight_pitch, gate_pitch;           // to the next row's, in bytes
