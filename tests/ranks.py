@@ -98,6 +98,8 @@ def _work(rank: int, world: int, device: str, store: Path, connection: Connectio
     warnings.simplefilter("error")
     # PyTorch's remark where FSDP2 wraps what a parallel style of its own makes.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
+    # PyTorch's remark where a product is the first work of the thread of backward.
+    warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context", UserWarning)
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)

@@ -183,6 +183,8 @@ def test_opcheck_of_the_families(sample: str, target: Target) -> None:
     """PyTorch's own check passes for the operators of every family."""
     name, arguments = _FAMILIES[sample]
     backward = name.endswith("_bwd")
+    if sample == "rotary" and target == CUDA:
+        target = TRITON  # which has the only kernels with a norm
     with target.ran(forward=0 if backward else None, backward=None):
         torch.library.opcheck(getattr(torch.ops.kernel_fusion, name).default, arguments(target))
 
@@ -317,8 +319,8 @@ def test_use_backend_inside_compile(verb: str, backend: str) -> None:
 @_others_slow
 def test_compiled_autograd(operation: Verb, target: Target, request: pytest.FixtureRequest) -> None:
     """Under compiled autograd the backward is traced and gives the same bits."""
-    if operation.reshapes and target.backend != "eager":
-        reason = "PyTorch 2.13 does not tell nodes written in C++ the shape of a gradient that another node computed"
+    if operation.reshapes or (operation.views and operation.served(target) == CUDA):
+        reason = "PyTorch 2.13 does not tell nodes written in C++ what a gradient is that another node computed"
         request.applymarker(pytest.mark.xfail(reason=reason, raises=RuntimeError, strict=True))
     # Eight rows: a mean's gradient is multiplied by 1 / n, but divided by n where n is symbolic.
     tensors = operation.leaves(target, 8, 64)

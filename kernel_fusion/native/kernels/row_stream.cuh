@@ -147,7 +147,8 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
       }
       // In a block warps announce their sums; in a cluster bytes are counted.
       for (int b = 0; b < kBuffers; ++b) {
-        mbarrier_init(&shared.exchanged[b], S::kCluster > 1 ? 1 : S::kWarps * kWarpArrivals);
+        mbarrier_init(&shared.exchanged[b],
+                      S::kCluster > 1 ? 1 + (kWarpArrivals == 32 ? kThreads : 0) : S::kWarps * kWarpArrivals);
         if constexpr (kCombiner) mbarrier_init(&shared.combined[b], kWarpArrivals);
       }
       mbarrier_init_fence();
@@ -321,6 +322,7 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
       if constexpr (S::kCluster > 1) {
         if (!kCombiner && member == 0) expect_sums(buffer);
         if (at.lane < S::kCluster) store_cluster_counted(sums[at.warp], at.lane, first, second, all);
+        if constexpr (kWarpArrivals == 32) mbarrier_arrive(all);
       } else if (arrives()) {
         if (at.lane == 0) {
           sums[at.warp][0] = first;

@@ -74,27 +74,33 @@ def _row_means(gwn, gw, count, each, C: tl.constexpr):
 
 
 @triton.jit
-def rows_at(sample, place, stats_ptr, lengths, strides, steps, C: tl.constexpr):
-    """The rows of samples in a group: their numbers, where they begin in memory, statistics, and which exist.
+def statistics_of(stats_ptr, row, num_stats, row_mask, C: tl.constexpr):
+    """Mean and rstd.
 
-    They begin in dy, h and the other row, whose strides are given, and in dense results. The statistics are mean and
-    rstd; `place` is the group and how many there are.
+    Not by `rows_at`: Inductor takes what a function reads for written if another of its results leads to a store.
     """
-    num_rows, num_cols, middle, inner = lengths
-    group, groups = place
-    row_mask = sample < num_rows
-    row = row_of(sample, group, steps, C)
-    num_stats = of_all(num_rows, groups, C)
     if C.rms:
         rstd = load(stats_ptr, row, row_mask, C.wide)
         mean = tl.zeros_like(rstd)
     else:
         mean = load(stats_ptr, row, row_mask, C.wide)
         rstd = load(stats_ptr, num_stats + row, row_mask, C.wide)
+    return mean, rstd
+
+
+@triton.jit
+def rows_at(sample, group, lengths, strides, steps, C: tl.constexpr):
+    """The rows of samples in a group: their numbers, where they begin in memory, and which exist.
+
+    They begin in dy, h and the other row, whose strides are given, and in dense results.
+    """
+    num_rows, num_cols, middle, inner = lengths
+    row_mask = sample < num_rows
+    row = row_of(sample, group, steps, C)
     dy_row = row_offset(row, (middle, inner), strides[0], C.unit, C.flat)
     h_row = row_offset(row, (middle, inner), strides[1], C.unit, C.flat)
     other_row = row_offset(row, (middle, inner), strides[2], C.unit, C.flat)
-    return row, (dy_row, h_row, other_row, row * num_cols), (mean, rstd), row_mask
+    return row, (dy_row, h_row, other_row, row * num_cols), row_mask
 
 
 @triton.jit
@@ -362,7 +368,8 @@ def row_norm_bwd(
     for tile in tl.range(program, tl.cdiv(num_rows, ROWS), programs, num_stages=C.stages):
         sample = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
         steps = (sample_step, group_step)
-        row, rows, statistics, row_mask = rows_at(sample, (group, groups), stats_ptr, lengths, strides, steps, C)
+        row, rows, row_mask = rows_at(sample, group, lengths, strides, steps, C)
+        statistics = statistics_of(stats_ptr, row, of_all(num_rows, groups, C), row_mask, C)
         if C.looped:
             sums = _long_rows(pointers, rows, col, statistics, row_mask, num_cols, count, each, C)
         else:

@@ -8,7 +8,13 @@ from __future__ import annotations
 import triton.language as tl
 
 from kernel_fusion.backends.triton.kernels.constants import kernel
-from kernel_fusion.backends.triton.kernels.row_norm_bwd import before_gate, gradient, rows_at, store_partials
+from kernel_fusion.backends.triton.kernels.row_norm_bwd import (
+    before_gate,
+    gradient,
+    rows_at,
+    statistics_of,
+    store_partials,
+)
 from kernel_fusion.backends.triton.kernels.rows import load, of_all, of_group, place, within
 
 
@@ -68,7 +74,8 @@ def row_norm_bwd_columns(
     for tile in range(program, tl.cdiv(num_rows, ROWS), programs):
         sample = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
         steps = (sample_step, group_step)
-        _, rows, statistics, row_mask = rows_at(sample, (group, groups), stats_ptr, lengths, strides, steps, C)
+        row, rows, row_mask = rows_at(sample, group, lengths, strides, steps, C)
+        statistics = statistics_of(stats_ptr, row, of_all(num_rows, groups, C), row_mask, C)
         col_mask = within(col, num_cols, C.exact)
         mask = row_mask & col_mask
         _, rounded, g, _, _ = gradient(pointers, rows, start, col, statistics, mask, col_mask, C, True)

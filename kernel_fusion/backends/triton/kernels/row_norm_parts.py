@@ -14,7 +14,7 @@ import triton.language as tl
 from kernel_fusion.backends.triton.kernels.activations import value
 from kernel_fusion.backends.triton.kernels.constants import kernel
 from kernel_fusion.backends.triton.kernels.elementary import reciprocal_sqrt
-from kernel_fusion.backends.triton.kernels.row_norm_bwd import gradient, rows_at, write, write_factor
+from kernel_fusion.backends.triton.kernels.row_norm_bwd import gradient, rows_at, statistics_of, write, write_factor
 from kernel_fusion.backends.triton.kernels.row_norm_fwd import affine, normalised, store_statistics, weight_and_bias
 from kernel_fusion.backends.triton.kernels.rows import (
     load,
@@ -144,7 +144,8 @@ def row_norm_bwd_apply(
     lengths = (num_rows, num_cols, middle, inner)
     strides = ((g0, g1, g2), (h0, h1, h2), (o0, o1, o2))
     steps = (sample_step, group_step)
-    row, rows, statistics, row_mask = rows_at(sample, (group, groups), stats_ptr, lengths, strides, steps, C)
+    row, rows, row_mask = rows_at(sample, group, lengths, strides, steps, C)
+    statistics = statistics_of(stats_ptr, row, of_all(num_rows, groups, C), row_mask, C)
     mask = row_mask & col_mask
     mean_gwn, mean_gw = means_over_ranks(sums_ptr, row, of_all(num_rows, groups, C), row_mask, C)
     means = (mean_gwn.to(C.acc), mean_gw.to(C.acc))
