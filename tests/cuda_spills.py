@@ -90,8 +90,8 @@ def _distinct(grid: Grid, generation: str) -> Iterable[Planned]:
 def _demands(kernel: Planned) -> dict[str, Hashable]:
     """The facts that decide how many registers a kernel needs and may have.
 
-    Of the length that is what the plan makes of it; on sm_90, whose plans are tightest, also the length itself, with
-    the direction as one.
+    The length counts as what the plan makes of it; on sm_90, whose plans are tightest, also by itself, with the
+    direction as one.
     """
     (spec, access), arch, plan, _ = kernel
     row = factors({"spec": spec, "access": access, "arch": arch, "plan": plan})

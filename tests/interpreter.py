@@ -1,4 +1,4 @@
-"""Triton's interpreter, sped up: it takes a third of its time.
+"""Triton's interpreter in a third of its time.
 
 At each call of a function inside a kernel the interpreter searches all of triton.language for what it must replace,
 though the kernel's launch has replaced it, until the launch ends. Here it searches only where something is left.
