@@ -1,8 +1,9 @@
-"""The tables of operations: the suites `fused-ops`, `stages`, `rope` and `quantised`."""
+"""The tables of operations: the suites `fused-ops`, `rope` and `quantised`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from table_parts import Cell, cells_of, digits, over_floor, sources, table
 
@@ -53,51 +54,37 @@ def _figures(cell: Cell, beside: Cell) -> list[str]:
     return [time, over_floor(cell, "kf-cuda"), _times(cell, "pytorch"), compiled]
 
 
-def _times(cell: Cell, other: str) -> str:
-    return f"{cell[other]['median_ms'] / cell['kf-cuda']['median_ms']:.2f}"
+def _times(cell: Cell, other: str, ours: str = "kf-cuda") -> str:
+    return f"{cell[other]['median_ms'] / cell[ours]['median_ms']:.2f}"
 
 
-# The tables of other suites: the page, the file, and how verbs begin.
+# The tables of other suites: the page, and the files, of which the first that has an operation counts.
 NEWEST = {
-    "gated norms": ("stages", "stages.json", "gated"),
-    "modulated norms": ("modulation", "stages.json", ("modulated", "add_modulated")),
-    "rotary embedding": ("rope", "rope.json", ""),
-    "quantised results": ("quantized", "quantised.json", ""),
+    "rotary embedding": ("rope", ("rope-cuda.json", "rope.json")),
+    "quantised results": ("quantized", ("quantised.json",)),
 }
 
 
 def newest(name: str) -> Iterator[str]:
-    """Time over the floor, and how many times as long PyTorch and the fastest peer take, of each operation in bf16."""
-    _, file, verbs = NEWEST[name]
-    cells = {
-        key: cell
-        for key, cell in cells_of(file, "configuration", "operation", "direction").items()
-        if cell["floor"]["verb"].startswith(verbs) and {"kf-cuda", "kf-triton"} & cell.keys()
-    }
+    """Time over the floor, and how many times as long PyTorch takes, of each operation in bf16."""
+    _, files = NEWEST[name]
+    cells: dict[tuple[Any, ...], Cell] = {}
+    for file in files:
+        cells = cells_of(file, "configuration", "operation", "direction") | cells
     directions = list(dict.fromkeys(direction for *_, direction in cells))
     rows = []
     for shape, operation in dict.fromkeys(key[:2] for key in cells):
         row = [f"{operation}, {shape.replace('x', '×')}"]
         for direction in directions:
-            cell = cells.get((shape, operation, direction), {})
-            row += _beside(cell) if cell else ["–"] * 4
+            cell = cells[shape, operation, direction]
+            ours = "kf-cuda" if "kf-cuda" in cell else "kf-triton"
+            row += [digits(cell[ours]["median_ms"] * 1e3), over_floor(cell, ours), _times(cell, "pytorch", ours)]
         rows.append(row)
-    head = [f"{direction}: µs" if i == 0 else figure for direction in directions for i, figure in enumerate(_BESIDE_HEAD)]
+    figures = ("µs", "÷ floor", "PyTorch ÷ ours")
+    head = [f"{direction}, {figure}" for direction in directions for figure in figures]
     yield from table(["operation", *head], rows)
-    yield sources(file)
+    yield sources(*files)
     yield ""
-
-
-_BESIDE_HEAD = ("µs", "÷ floor", "PyTorch ÷ ours", "best peer ÷ ours")
-
-
-def _beside(cell: Cell) -> list[str]:
-    times = {name: measured["median_ms"] for name, measured in cell.items() if "median_ms" in measured}
-    ours = "kf-cuda" if "kf-cuda" in times else "kf-triton"
-    peers = {name: time for name, time in times.items() if name not in ("floor", "pytorch", "kf-cuda", "kf-triton")}
-    best = min(peers, key=peers.__getitem__, default=None)
-    peer = f"{peers[best] / times[ours]:.2f} {best}" if best else "–"
-    return [digits(times[ours] * 1e3), over_floor(cell, ours), f"{times['pytorch'] / times[ours]:.2f}", peer]
 
 
 _HEADLINE = (

@@ -225,9 +225,7 @@ TABLES: dict[tuple[str, str], Callable[[], Iterator[str]]] = {  # by page and na
     ("docs/mental_model.md", "bytes"): operations.bytes_moved,
     **{(f"docs/{page}.md", f"fused-ops {page}"): partial(operations.fused, page) for page in operations.PAGES},
     **{("docs/combinations.md", name): getattr(combinations, name) for name in ("options", "conditions", "backends")},
-    **{
-        (f"docs/{page}.md", name): partial(operations.newest, name) for name, (page, *_) in operations.NEWEST.items()
-    },
+    **{(f"docs/{page}.md", name): partial(operations.newest, name) for name, (page, *_) in operations.NEWEST.items()},
     ("docs/faults.md", "faults"): planted,
     ("docs/results.md", "results"): kept,
     **{("docs/plans.md", f"plans {direction}"): partial(plans, direction) for direction in PLANNED_LENGTHS},
