@@ -239,7 +239,7 @@ def _is_size(value: Any) -> bool:
 
 REFUSALS = (TypeError, RuntimeError, AttributeError)
 
-# What numbers, shapes and dtypes must be.
+# Requirements for numbers, shapes and dtypes.
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "eps": ("a number", _is_number),
     "weight_offset": ("a number", _is_number),

@@ -1,4 +1,4 @@
-"""What goes with what, for errors, `explain` and docs/combinations.md."""
+"""The options that go together, for errors, `explain` and docs/combinations.md."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Rotary(NamedTuple):
 
 
 def problem(c: Rotary) -> str | None:
-    """What is wrong, to follow the verb's name, or None."""
+    """The problem, to follow the verb's name, or None."""
     return _heads_problem(c) or _table_problem(c) or _positions_problem(c) or _weights_problem(c)
 
 

@@ -10,7 +10,7 @@ from kernel_fusion.backends.cuda.tuned import Facts
 from kernel_fusion.core.fields import Names
 from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
 
-# What backward keeps for all rows, in registers or shared memory.
+# Backward keeps these for all rows, in registers or shared memory.
 KeptParameters = Annotated[str, Names("KeptParameters", ("nothing", "weight", "both", "shared"))]
 # The place of column sums; "apart": a pass of their own; "stored": of one row, they are the gradients.
 KeptSums = Annotated[str, Names("KeptSums", ("none", "registers", "shared", "apart", "stored"))]

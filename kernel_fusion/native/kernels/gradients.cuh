@@ -109,7 +109,7 @@ __device__ void widen_parameter(const Pack<T, kVec>& pack, double offset, A (&v)
   }
 }
 
-// What backward reads beside the normalised row: a factor, or x.
+// The row that backward reads beside the normalised one: a factor, or x.
 template <class S> using Second = typename PresentOr<typename S::PreX, Factor<S>>::type;
 
 // From the gradient at h to what is stored of a row.
@@ -197,7 +197,7 @@ template <class S> struct Outgoing {
     }
   }
 
-  // What the residual's gate multiplies.
+  // The residual's gate multiplies this.
   __device__ void before_gate(int col, const Pack<X, kVec>& x, A (&u)[kVec]) const {
     widen_pack(x, u);
     activate<S::kPreActivation, typename MathFor<A, Other>::type>(u);

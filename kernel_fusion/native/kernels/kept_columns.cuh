@@ -1,4 +1,4 @@
-// What a backward thread keeps of its columns: weight, bias, and the column sums.
+// A backward thread keeps these of its columns: weight, bias, and the column sums.
 #pragma once
 
 #include "gradients.cuh"

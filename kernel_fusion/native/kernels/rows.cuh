@@ -17,7 +17,7 @@ template <bool kStrided> __device__ i64 row_offset(const RowLayout& layout, i64 
          row % layout.inner * layout.stride[2];
 }
 
-// Where this block's group of `each` things begins; 0 without groups.
+// The beginning of this block's group of `each` things; 0 without groups.
 template <class S, class Args> __device__ i64 group_offset(const Args& args, i64 each) {
   if constexpr (S::kGrouped) return (args.groups.first + blockIdx.y) * each;
   else return 0;

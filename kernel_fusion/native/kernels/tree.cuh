@@ -37,7 +37,7 @@ __device__ inline void store_cluster(double* p, unsigned rank, double v) {
   asm volatile("st.shared::cluster.f64 [%0], %1;" ::"r"(remote), "d"(v) : "memory");
 }
 
-// What this thread works on. S is the generated plan:
+// This thread's part of the work. S is the generated plan:
 //   kCols, kVec, kLanes, kWarps   the tree; kLanes < 32 only with kWarps == 1
 //   kCluster                      the executor: kWarps == kCluster * (warps of the block), or, with kWarps == 1,
 //                                 kRows rows of kLanes threads per block

@@ -1,4 +1,4 @@
-"""What a kernel is, and its constants, all in one object `C`.
+"""The decorator of kernels, and their constants, all in one object `C`.
 
 Triton wants names in shapes, ranges and constants that are passed on: `BLOCK: tl.constexpr = C.block`.
 

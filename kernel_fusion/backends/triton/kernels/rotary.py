@@ -150,7 +150,7 @@ def _all_rounded(columns, TYPE: tl.constexpr, ROUNDS: tl.constexpr):
 
 @triton.jit
 def _begin(example, token, strides, C: tl.constexpr):
-    """Where a token begins in a tensor."""
+    """The beginning of a token in a tensor."""
     return (example * strides[0] + token * strides[1]) * C.unit
 
 

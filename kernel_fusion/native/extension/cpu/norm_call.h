@@ -1,4 +1,4 @@
-// What the row norms of both directions need on a CPU: groups of rows, parameters and stages as the kernels take them.
+// The row norms of both directions need these on a CPU: groups of rows, parameters and stages.
 #pragma once
 
 #include <memory>

@@ -1,4 +1,4 @@
-// Where row norms read, and where their results go.
+// The memory that row norms read, and that of their results.
 #pragma once
 
 #include <cstring>

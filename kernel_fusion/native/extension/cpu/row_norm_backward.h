@@ -119,7 +119,7 @@ template <class A> struct PreparedWeight {
 
 template <class X> PreparedWeight<AccOf<X>> weight_of(const Backward& c) { return {static_cast<const AccOf<X>*>(c.weight)}; }
 
-// What rows that share it have for each column: a weight, and sums, which `first` rows begin.
+// Rows that share these have for each column a weight, and sums, which `first` rows begin.
 template <class A> struct SharedColumns {
   PreparedWeight<A> weight;
   A *dweight, *dbias, *old_dweight, *old_dbias;

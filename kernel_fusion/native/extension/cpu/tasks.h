@@ -22,7 +22,7 @@ inline bool is_small(int64_t elements) { return elements <= kRegion; }
 
 inline int64_t free_threads() { return at::in_parallel_region() ? 1 : at::get_num_threads(); }
 
-// What is left of a thread's part of a loop. It takes steps from the front; idle threads take them from the back, so
+// The rest of a thread's part of a loop. It takes steps from the front; idle threads take them from the back, so
 // that two seldom fault in the same page. Begin only grows and end only shrinks, so no value comes back; the region's
 // end publishes results.
 class alignas(64) Portion {

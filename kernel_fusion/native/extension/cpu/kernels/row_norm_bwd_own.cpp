@@ -23,7 +23,7 @@ template <class T> struct GivenWeight {
   }
 };
 
-// What a row has for each column: a weight, and the gradients that begin and end with it.
+// A row has for each column a weight, and the gradients that begin and end with it.
 template <class T> struct OwnColumns {
   using A = AccOf<T>;
   GivenWeight<T> weight;
