@@ -17,6 +17,7 @@ from support import CUDA, TRITON, Target
 from torch import Tensor
 
 import kernel_fusion as kf
+from kernel_fusion.core.combinations import without_kernels
 from kernel_fusion.testing import unfused
 
 Function = Callable[..., Any]
@@ -36,7 +37,6 @@ class Verb:
         batches: whether a batched first argument is one call with more rows.
         row_wise: whether row i of every result comes from row i of the first argument alone.
         reshapes: whether the result has another shape than the operator's.
-        by_triton: whether Triton's kernels are those of a GPU.
         views: whether a result is a view, of memory that nobody else has.
     """
 
@@ -48,7 +48,6 @@ class Verb:
     batches: bool = False
     row_wise: bool = True
     reshapes: bool = False
-    by_triton: bool = False
     views: bool = False
 
     def __str__(self) -> str:
@@ -96,7 +95,7 @@ class Verb:
 
     def served(self, target: Target) -> Target:
         """Where its kernels for the target are."""
-        return TRITON if self.by_triton and target == CUDA else target
+        return TRITON if target == CUDA and without_kernels(self.name, "cuda") else target
 
     def _count(self, calls: int | None) -> int | None:
         return calls if calls == 0 or self.kernels == 1 else 0 if self.kernels == 0 else None
@@ -333,7 +332,6 @@ _VERBS = (
         lambda q, k, a, b: (_rotated(q, a), _rotated(k, b)),
         kernels=None,
         row_wise=False,
-        by_triton=True,
         views=True,
     ),
 )
