@@ -5,7 +5,7 @@
 // causal rows read only kept columns. Longer rows are read twice (softmax_long.cuh).
 //
 // With a mask or causal, a row of -inf gives zeros: m counts as 0 and s as 1. Left out elements are zero, even beside
-// NaN, because backward recognises them by that.
+// NaN, because backward recognises them by that. NaN makes s NaN, so only such rows look for left out elements.
 #pragma once
 
 #include "dependent_launch.cuh"
@@ -74,8 +74,8 @@ template <class S> struct Logits {
     }
 #pragma unroll
     for (int e = 0; e < kVec; ++e) {
-      if constexpr (kBoolean) l[e] = loaded.mask.v[e].bits ? l[e] : left_out(A(0));
-      if constexpr (S::kCausal) l[e] = col + e < kept ? l[e] : left_out(A(0));
+      if constexpr (kBoolean) l[e] = loaded.mask.v[e].bits ? l[e] : negative_infinity(A(0));
+      if constexpr (S::kCausal) l[e] = col + e < kept ? l[e] : negative_infinity(A(0));
     }
   }
 
@@ -84,14 +84,23 @@ template <class S> struct Logits {
   // The exponentials' divisor; a fully masked row has only zeros.
   __device__ static Divisor<A> divisor(A sum) { return Divisor<A>(kMasked && sum == A(0) ? A(1) : sum); }
 
-  // A logit's exponential, and its quotient. Left out elements have -0, which no exponential is, and then 0.
-  __device__ static A exponential(A l, A shift) {
-    if constexpr (kLeavesOut) return is_left_out(l) ? A(-0.0) : exp_below(l, shift);
-    else return exp_below(l, shift);
+  // The quotients of exponentials. `col` is in the row.
+  __device__ void divide(int col, const Divisor<A>& divisor, A sum, A (&v)[kVec]) const {
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) v[e] = divisor(v[e]);
+    if constexpr (kLeavesOut) {
+      if (sum == sum) return;
+#pragma unroll
+      for (int e = 0; e < kVec; ++e)
+        if (is_left_out(col + e)) v[e] = 0;
+    }
   }
-  __device__ static A quotient(A e, const Divisor<A>& divisor) {
-    if constexpr (kLeavesOut) return is_negative_zero(e) ? A(0) : divisor(e);
-    else return divisor(e);
+
+ private:
+  __device__ bool is_left_out(int col) const {
+    if constexpr (kBoolean)
+      if (!mask[S::kMaskRepeats ? 0 : col].bits) return true;
+    return S::kCausal && col >= kept;
   }
 };
 
@@ -119,7 +128,7 @@ template <class S> __device__ void softmax(const SoftmaxArgs& args) {
       logits.compute(col_of(i), loaded[i], l[i]);
     } else {
 #pragma unroll
-      for (int e = 0; e < kVec; ++e) l[i][e] = Logits<S>::kLeavesOut ? left_out(A(0)) : negative_infinity(A(0));
+      for (int e = 0; e < kVec; ++e) l[i][e] = negative_infinity(A(0));
     }
 #pragma unroll
     for (int e = 0; e < kVec; ++e) max = larger(max, l[i][e]);
@@ -130,16 +139,17 @@ template <class S> __device__ void softmax(const SoftmaxArgs& args) {
   for (int i = 0; i < S::kVectors; ++i)
 #pragma unroll
     for (int e = 0; e < kVec; ++e) {
-      l[i][e] = Logits<S>::exponential(l[i][e], shift);
+      l[i][e] = exp_below(l[i][e], shift);
       sums[e] += l[i][e];
     }
-  const Divisor<A> divisor = Logits<S>::divisor(sum_of_threads<kLanes>(sum_elements(sums), slots[1]));
+  const A sum = sum_of_threads<kLanes>(sum_elements(sums), slots[1]);
+  const Divisor<A> divisor = Logits<S>::divisor(sum);
   X* y = static_cast<X*>(args.y) + row * args.cols;
 #pragma unroll
   for (int i = 0; i < S::kVectors; ++i) {
-#pragma unroll
-    for (int e = 0; e < kVec; ++e) l[i][e] = Logits<S>::quotient(l[i][e], divisor);
-    if (inside && col_of(i) < args.cols) store<S::kAlignY>(y + col_of(i), narrow_pack<X>(l[i]));
+    if (!inside || col_of(i) >= args.cols) continue;
+    logits.divide(col_of(i), divisor, sum, l[i]);
+    store<S::kAlignY>(y + col_of(i), narrow_pack<X>(l[i]));
   }
 }
 

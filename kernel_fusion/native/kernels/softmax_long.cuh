@@ -23,7 +23,7 @@ template <class S> struct Running {
     for (int e = 1; e < S::kVec; ++e) most = larger(most, l[e]);
     raise(most);
 #pragma unroll
-    for (int e = 0; e < S::kVec; ++e) sum += Logits<S>::exponential(l[e], Logits<S>::shift(max));
+    for (int e = 0; e < S::kVec; ++e) sum += exp_below(l[e], Logits<S>::shift(max));
   }
 };
 
@@ -50,12 +50,14 @@ template <class S> __device__ void softmax_long(const SoftmaxArgs& args) {
   over_logits<S>(logits, [&](int, const A(&l)[kVec]) { running.add(l); });
   running.raise(max_of_threads<S::kThreads>(running.max, slots[0]));
   const A shift = Logits<S>::shift(running.max);
-  const Divisor<A> divisor = Logits<S>::divisor(sum_of_threads<S::kThreads>(running.sum, slots[1]));
+  const A sum = sum_of_threads<S::kThreads>(running.sum, slots[1]);
+  const Divisor<A> divisor = Logits<S>::divisor(sum);
   X* y = static_cast<X*>(args.y) + blockIdx.x * args.cols;
   over_logits<S>(logits, [&](int col, const A(&l)[kVec]) {
     A v[kVec];
 #pragma unroll
-    for (int e = 0; e < kVec; ++e) v[e] = Logits<S>::quotient(Logits<S>::exponential(l[e], shift), divisor);
+    for (int e = 0; e < kVec; ++e) v[e] = exp_below(l[e], shift);
+    logits.divide(col, divisor, sum, v);
     store<S::kAlignY>(y + col, narrow_pack<X>(v));
   });
   if constexpr (S::kCausal) {

@@ -13,14 +13,6 @@ __device__ inline double larger(double a, double b) { return fmax(a, b); }
 __device__ inline float negative_infinity(float) { return __int_as_float(0xff800000); }
 __device__ inline double negative_infinity(double) { return __longlong_as_double(0xfff0000000000000ll); }
 
-// A left out element's logit: a NaN that no arithmetic gives, and that loses in `larger`.
-__device__ inline float left_out(float) { return __int_as_float(0x7fc01dea); }
-__device__ inline double left_out(double) { return __longlong_as_double(0x7ff801dea0000000ll); }
-__device__ inline bool is_left_out(float v) { return __float_as_int(v) == 0x7fc01dea; }
-__device__ inline bool is_left_out(double v) { return __double_as_longlong(v) == 0x7ff801dea0000000ll; }
-__device__ inline bool is_negative_zero(float v) { return __float_as_uint(v) == 0x80000000u; }
-__device__ inline bool is_negative_zero(double v) { return __double_as_longlong(v) == static_cast<long long>(1ull << 63); }
-
 // e^(v - max). A product with log2(e) could overflow for a mask of the lowest finite number.
 __device__ inline float exp_below(float v, float max) { return Hardware::exp2((v - max) * 1.44269504f); }
 __device__ inline double exp_below(double v, double max) { return exp(v - max); }
