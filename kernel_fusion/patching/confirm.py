@@ -43,7 +43,12 @@ def confirm(module: nn.Module, form: NormForm, after_sum: bool = False) -> str |
 
 def _fused(examination: Examination, form: NormForm, case: Case) -> Function:
     """The norm of a sum, and the sum."""
-    return lambda a, b, *parameters: torch.cat(form.add(case, a, b, **examination.parts(form, parameters)))
+    add = form.verb(case, adds=True)
+
+    def fused(a: Tensor, b: Tensor, *parameters: Tensor) -> Tensor:
+        return torch.cat(add(a, b, form.shape or a.shape[-1:], **examination.parts(form, parameters)))
+
+    return fused
 
 
 def _with_sum(norm: Function) -> Function:

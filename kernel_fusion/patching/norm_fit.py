@@ -77,10 +77,12 @@ class Examination:
 
     def ours(self, form: NormForm, case: Case, backend: str | None = "eager") -> Callable[..., Tensor]:
         """Our verb as a function of the same tensors."""
+        verb = form.verb(case, backend=backend)
 
         def call(*tensors: Tensor) -> Tensor:
             inputs = 1 + self.gated
-            return form.call(case, *tensors[:inputs], **self.parts(form, tensors[inputs:]), backend=backend)
+            shape = form.shape or tensors[0].shape[-1:]
+            return verb(*tensors[:inputs], shape, **self.parts(form, tensors[inputs:]))  # type: ignore[no-any-return]
 
         return call
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -80,48 +81,46 @@ class NormForm:
         bias = None if self.bias is None else getattr(module, self.bias)
         return weight, bias, getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
 
-    def call(
-        self, case: Case, x: Tensor, *gate: Tensor, weight: Any, bias: Any, eps: float, backend: str | None = None
-    ) -> Tensor:
-        """Call the verb of this form."""
-        shape = self.shape or x.shape[-1:]
+    def verb(self, case: Case, *, adds: bool = False, backend: str | None = None) -> Callable[..., Any]:
+        """The verb of this form: of an input (and gate), or of input and residual, then shape, weight, bias and eps."""
         options: dict[str, Any] = {"weight_offset": self.weight_offset, "backend": backend, **case._asdict()}
         if self.gate is not None:
-            gated: Callable[..., Tensor] = gated_rms_norm if self.rms else gated_layer_norm
             options |= {"gate_activation": self.gate.activation, "gate_first": self.gate.first}
-            options |= {"group_size": self.gate.group_size, "weight": weight, "bias": bias, "eps": eps}
-            return gated(x, *gate, shape, **options)
-        if self.rms:
-            return rms_norm(x, shape, weight, eps, bias=bias, **options)
-        return layer_norm(x, shape, weight, bias, eps, **options)
-
-    def add(
-        self, case: Case, x: Tensor, residual: Tensor, *, weight: Any, bias: Any, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """Call the verb of this form that adds first; the pair of the sum's norm and the sum."""
-        verb: Callable[..., Any] = add_rms_norm if self.rms else add_layer_norm
-        shape = self.shape or x.shape[-1:]
-        options = {"bias": bias, "eps": eps, "weight_offset": self.weight_offset, **case._asdict()}
-        return verb(x, residual, shape, weight, **options)  # type: ignore[no-any-return]
+            options |= {"group_size": self.gate.group_size}
+            return partial(gated_rms_norm if self.rms else gated_layer_norm, **options)
+        if adds:
+            return partial(add_rms_norm if self.rms else add_layer_norm, **options)
+        return partial(rms_norm if self.rms else layer_norm, **options)
 
     def fits(self, x: Any) -> bool:
         """Whether x is a tensor of rows such as the form was examined with."""
-        if not isinstance(x, Tensor) or x.dim() == 0:
+        if not isinstance(x, Tensor):
             return False
-        shape = self.shape or tuple(x.shape[-1:])
-        return tuple(x.shape[-len(shape) :]) == shape and (not self.dims or x.dim() - len(shape) in self.dims)
+        sizes = x.shape
+        num_dims = len(self.shape or (1,))
+        if not sizes or (self.shape is not None and sizes[-num_dims:] != self.shape):
+            return False
+        return not self.dims or len(sizes) - num_dims in self.dims
 
 
-def _case(cases: Mapping[Key, Case], x: Tensor, weight: Tensor | None) -> Case | None:
-    """The case of a call, or None if it was not examined."""
-    autocast = torch.is_autocast_enabled(x.device.type)
-    if autocast and x.device.type != "cuda":
+Verb = Callable[..., Any]
+
+
+def _verbs(form: NormForm, *, adds: bool = False) -> dict[tuple[Any, ...], Verb]:
+    return {key: form.verb(case, adds=adds) for key, case in form.cases}
+
+
+def _of_call(verbs: Mapping[tuple[Any, ...], Verb], x: Tensor, weight: Tensor | None) -> Verb | None:
+    """The verb of a call's case, or None if it was not examined."""
+    device = x.device.type
+    autocast = torch.is_autocast_enabled(device)
+    if autocast and device != "cuda":
         return None
-    return cases.get(Key(x.dtype, None if weight is None else weight.dtype, autocast))
+    return verbs.get((x.dtype, None if weight is None else weight.dtype, autocast))
 
 
 def _forward(form: NormForm, original: type[nn.Module]) -> Callable[..., Any]:
-    cases = dict(form.cases)
+    norms, sums = _verbs(form), _verbs(form, adds=True)
 
     def forward(self: nn.Module, *args: Any, residual: Tensor | None = None, **kwargs: Any) -> Any:
         """The norm; with a residual, the pair of the sum's norm and the sum."""
@@ -129,30 +128,30 @@ def _forward(form: NormForm, original: type[nn.Module]) -> Callable[..., Any]:
             return original.forward(self, *args, **kwargs)
         (x,) = args
         weight, bias, eps = form.parts(self)
-        case = _case(cases, x if residual is None else residual, weight)
+        shape = form.shape or x.shape[-1:]
         if residual is None:
-            if case is None:
-                return original.forward(self, x)
-            return form.call(case, x, weight=weight, bias=bias, eps=eps)
-        if case is None:
-            h = x + residual
-            return original.forward(self, h), h
-        return form.add(case, x, residual, weight=weight, bias=bias, eps=eps)
+            norm = _of_call(norms, x, weight)
+            return norm(x, shape, weight=weight, bias=bias, eps=eps) if norm else original.forward(self, x)
+        add = _of_call(sums, residual, weight)
+        if add:
+            return add(x, residual, shape, weight=weight, bias=bias, eps=eps)
+        h = x + residual
+        return original.forward(self, h), h
 
     return forward
 
 
 def _gated_forward(form: NormForm, original: type[nn.Module]) -> Callable[..., Any]:
-    cases, gating = dict(form.cases), form.gate
+    norms, gating = _verbs(form), form.gate
     assert gating is not None
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         gate = args[1] if len(args) == 2 else kwargs.get(gating.name)
         if len(args) + len(kwargs) == 2 and isinstance(gate, Tensor) and args and form.fits(args[0]):
-            weight, bias, eps = form.parts(self)
-            case = _case(cases, args[0], weight)
-            if case is not None and gate.shape == args[0].shape and gate.dtype == args[0].dtype:
-                return form.call(case, args[0], gate, weight=weight, bias=bias, eps=eps)
+            (x, *_), (weight, bias, eps) = args, form.parts(self)
+            norm = _of_call(norms, x, weight)
+            if norm and gate.shape == x.shape and gate.dtype == x.dtype:
+                return norm(x, gate, form.shape or x.shape[-1:], weight=weight, bias=bias, eps=eps)
         return original.forward(self, *args, **kwargs)
 
     return forward
