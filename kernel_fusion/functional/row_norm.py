@@ -316,9 +316,9 @@ def _staged(
     verb: str, input: Tensor, residual: Tensor | None, norm: Norm, stages: _Stages, backend: str | None, group: Any
 ) -> NormOutput:
     """A norm with stages around it."""
-    normalized_shape, weight, bias, eps, weight_offset, _ = norm
+    normalized_shape, weight, bias, eps, weight_offset, out_dtype = norm
     pre_activation, activation, dropout_p, rounding = stages
-    out_dtype, quantize = quantized.apart(norm[5])
+    out_dtype, quantize = quantized.apart(out_dtype)
     checks.rounding(verb, rounding)
     pre = checks.activation(verb, "pre_activation", pre_activation)
     post = checks.activation(verb, "activation", activation)
@@ -335,14 +335,18 @@ def _staged(
     if residual is None and verb.startswith("add_"):
         raise TypeError(f"`{verb}`: `residual` must be a tensor, got None; without one the verb is `{verb[4:]}`")
     try:
-        shape, eps = resolved(verb, input, norm)
+        rms = verb.endswith("rms_norm")
+        num_dims = num_normalized_dims(input, normalized_shape)
+        if not num_dims or eps is None:
+            shape, eps = resolved(verb, input, norm)
+            num_dims = len(shape)
         seed = eager.draw_seed(input.device) if dropout_p > 0.0 else None
         serve = operator(verb, "staged_row_norm", backend, input, residual)
         if group is not None:
             from kernel_fusion.distributed import hidden
 
             serve = hidden.operator_of_columns(verb, backend or state.backend, group, input)
-        affine = len(shape), weight, bias, eps, weight_offset, out_dtype, verb.endswith("rms_norm")
+        affine = num_dims, weight, bias, eps, weight_offset, out_dtype, rms
         args: tuple[Any, ...] = (input, residual, *affine, pre, post, dropout_p, seed)
         if rounding_for(rounding, (input if residual is None else residual).dtype) != "once":
             args = *args, rounding  # the default costs less where it is left out

@@ -51,9 +51,10 @@ def add_norm(norm: Any, a: Any, b: Any) -> tuple[Any, Any]:
         and _floating(b)
         and a.shape == b.shape
     ):
-        x, residual = (b, a) if torch.promote_types(a.dtype, b.dtype) == a.dtype else (a, b)
-        if torch.promote_types(x.dtype, residual.dtype) == residual.dtype:
-            return norm(x, residual=residual)  # type: ignore[no-any-return]
+        wider = a.dtype if a.dtype == b.dtype else torch.promote_types(a.dtype, b.dtype)
+        x, residual = (b, a) if wider == a.dtype else (a, b)
+        if wider == residual.dtype:
+            return norm.forward(x, residual=residual)  # type: ignore[no-any-return]
     h = a + b
     return norm(h), h
 
