@@ -135,12 +135,16 @@ def compare(architecture: Architecture, model: nn.Module, dtype: torch.dtype) ->
 
 
 def _exact(model: nn.Module, inputs: dict[str, Any]) -> Results:
-    """The results in float64."""
+    """The results in float64; a number that the model makes a tensor of is one, too."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
     try:
         with InFloat64():
             return run(model, inputs, torch.float64)
     except RuntimeError as error:
         raise RuntimeError(f"nothing judges it, since its own code cannot run in float64: {error}") from error
+    finally:
+        torch.set_default_dtype(default)
 
 
 def generates(architecture: Architecture, model: Any) -> str | None:

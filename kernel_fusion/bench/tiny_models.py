@@ -152,6 +152,7 @@ def _make(type_: str, name: str) -> nn.Module:
     """A small model of a class, from its configuration."""
     transformers = importlib.import_module("transformers")
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
     kind = getattr(transformers, name)
     config = tiny_config(kind.config_class or transformers.CONFIG_MAPPING[type_])
     with torch.device("meta"):

@@ -1,7 +1,8 @@
 """Rewrites methods that gate, add or rotate: `act(gate) * value`, `h = a + b` before `norm(h)`, `f(q, k, cos, sin)`.
 
 A method's source is parsed, these expressions become calls of `sites.py` and `rotary.py`, and the result is compiled
-with the method's own globals. The rest stays as written. A method without source, or wrapped by somebody, is left.
+with the method's own globals. The rest stays as written, and decorators stay around it. A method without source, or
+in a wrapper that cannot be copied, is left.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from kernel_fusion.patching import sites
+from kernel_fusion.patching import decorators, sites
 from kernel_fusion.patching.rotary import turned
 from kernel_fusion.patching.swap import original_class
 
@@ -27,11 +28,12 @@ _GATED, _ADD_NORM, _TURNED, _SUM = "_kf_gated", "_kf_add_norm", "_kf_turned", "_
 
 @dataclass
 class Found:
-    """A method, the texts of its gating activations, of its norms after an addition, and of functions of angles.
+    """A method, what its decorators call, and the texts of what may be replaced there.
 
-    The last come with the number of tensors that they turn.
+    These are gating activations, norms after an addition, and functions of angles with the number of tensors they turn.
     """
 
+    method: types.FunctionType
     function: types.FunctionType
     acts: set[str] = field(default_factory=set)
     norms: set[str] = field(default_factory=set)
@@ -51,18 +53,20 @@ def methods_of(kind: type[nn.Module]) -> dict[str, types.FunctionType]:
 def search(kind: Any) -> dict[str, Found]:
     """The methods of a class with something to rewrite, and what."""
     result = {}
-    for name, function in methods_of(kind).items():
+    for name, method in methods_of(kind).items():
+        function = decorators.inside(method)
         if name.startswith("__") or (tree := _parse(function)) is None:
             continue
-        found = Found(function)
+        found = Found(method, function)
         _Rewriter(found.acts.add, found.norms.add, found.rotary.add).body(tree)
         if found.acts or found.norms or found.rotary:
             result[name] = found
     return result
 
 
-def rewritten(function: types.FunctionType, form: RewriteForm) -> Any:
+def rewritten(found: Found, form: RewriteForm) -> Any:
     """The method with expressions replaced: those gated, normalised or turned by what the form names."""
+    function = found.function
     acts = {text: (known, name) for text, known, name in form.acts}
     tree = _parse(function)
     assert tree is not None
@@ -82,7 +86,8 @@ def rewritten(function: types.FunctionType, form: RewriteForm) -> Any:
     made.__defaults__, made.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
     made.__module__, made.__qualname__, made.__doc__ = function.__module__, function.__qualname__, function.__doc__
     made.__annotations__ = function.__annotations__
-    return made
+    vars(made).update(vars(function))
+    return decorators.around(found.method, made)
 
 
 def _parse(function: types.FunctionType) -> ast.FunctionDef | None:
@@ -94,15 +99,15 @@ def _parse(function: types.FunctionType) -> ast.FunctionDef | None:
         tree = ast.parse(text).body[0]
     except (OSError, TypeError, SyntaxError):
         return None
-    if not isinstance(tree, ast.FunctionDef) or tree.decorator_list or _mangles(tree):
+    if not isinstance(tree, ast.FunctionDef) or _mangles(tree):
         return None
     same = tree.name == function.__code__.co_name and tuple(_names(tree)) == _arguments(function)
     return tree if same else None
 
 
 def _strip(tree: ast.FunctionDef) -> None:
-    """Remove what is evaluated at definition; the compiled function gets the old values."""
-    tree.returns = None
+    """Remove what is evaluated at definition; the compiled function gets the old values and decorators."""
+    tree.returns, tree.decorator_list = None, []
     for argument in ast.walk(tree.args):
         if isinstance(argument, ast.arg):
             argument.annotation = None
@@ -329,7 +334,7 @@ class RewriteForm:
         """The rewritten methods."""
         acts = {text for text, _, _ in self.acts}
         return {
-            name: rewritten(found.function, self)
+            name: rewritten(found, self)
             for name, found in search(original_class(original)).items()
             if found.acts & acts or found.norms & self.norms or found.rotary & self.rotary
         }
