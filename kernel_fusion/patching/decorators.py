@@ -1,7 +1,7 @@
-"""Looks inside a method's decorators, and puts another function where the method's own was.
+"""Puts another function inside a method's decorators.
 
-Transformers decorates the forward of many layers, to accept an argument under its old name for example. Such a wrapper
-keeps the function in a variable of its closure, so a copy of the wrapper can call a rewritten one.
+Transformers wraps the forward of many layers, say to take an argument by its old name. Such a wrapper keeps the
+function in a variable of its closure, so a copy can call another.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def inside(method: types.FunctionType) -> types.FunctionType:
-    """The function that the decorators of a method call in the end; a wrapper that cannot be copied is the end."""
+    """What the decorators call in the end; a wrapper that cannot be copied is the end."""
     place = _place(method)
     return method if place is None else inside(_cells(method)[place])
 
@@ -33,15 +33,15 @@ def around(method: types.FunctionType, function: Any) -> Any:
 
 
 def _place(method: types.FunctionType) -> int | None:
-    """The variable of a wrapper that holds what it wraps, if only that one does."""
+    """The variable that holds what a wrapper wraps, if no other does."""
     wrapped = getattr(method, "__wrapped__", None)
     places = [index for index, value in enumerate(_cells(method)) if value is wrapped]
-    held = sum(value is wrapped for value in vars(method).values())  # the compiler's wrappers note it once more
+    held = sum(value is wrapped for value in vars(method).values())  # the compiler's note it twice
     return places[0] if isinstance(wrapped, types.FunctionType) and len(places) == held == 1 else None
 
 
 def _cells(method: types.FunctionType) -> list[Any]:
-    """The values in a function's closure; None for a variable without one."""
+    """The values in a closure; None for empty variables."""
     values = []
     for cell in method.__closure__ or ():
         try:
