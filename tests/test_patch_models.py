@@ -104,6 +104,7 @@ def test_the_checks_find_a_wrong_model() -> None:
     text = model_table.page([outcome], "kernel-fusion models")
     assert "- Doubled, fp32: 6 of 6 results over budget" in text
     assert "0 of these (0.0 %) passed" in text
+    assert "| Doubled | 1 |  |  |  | fails fp32, fails bf16 |" in text
 
 
 def test_a_model_that_cannot_be_made_is_named() -> None:
