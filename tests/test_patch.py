@@ -344,7 +344,8 @@ def test_decorators_stay_around_a_rewritten_method(decorator: Any, rewritten: bo
     found = model(x, factor=3.0)
     torch.testing.assert_close(found, expected)
     assert not found.requires_grad
-    assert ("kernel_fusion" in type(model).forward.__wrapped__.__wrapped__.__code__.co_filename) == rewritten
+    inner = type(model).forward.__wrapped__.__wrapped__
+    assert inner.__code__.co_filename.startswith("<kernel_fusion ") == rewritten
 
 
 def test_activations_of_one_kernel_are_left() -> None:

@@ -36,7 +36,7 @@ def _place(method: types.FunctionType) -> int | None:
     """The variable that holds what a wrapper wraps, if no other does."""
     wrapped = getattr(method, "__wrapped__", None)
     places = [index for index, value in enumerate(_cells(method)) if value is wrapped]
-    held = sum(value is wrapped for value in vars(method).values())  # the compiler's note it twice
+    held = sum(value is wrapped for value in vars(method).values())  # the compiler's has it twice
     return places[0] if isinstance(wrapped, types.FunctionType) and len(places) == held == 1 else None
 
 
