@@ -9,7 +9,7 @@
 #                the tests of `make test` with the lines they run: fails below 95 % of those that need no GPU
 #   make lint    ruff, mypy, clang-format, and the words of pages and comments
 #   make docs    the documentation as a site, docs/_build/index.html; a warning is an error, and so is a page that
-#                needs the network, for its formulas or else
+#                needs the network, for its formulas or else, or has LaTeX in them that the converter does not know
 #   make release-check
 #                build the archives of a release, look into them, and verify the wheel in fresh environments
 #   make clean   remove the environment and everything generated in the checkout (the caches in the user's cache
@@ -61,6 +61,7 @@ docs: $(STAMP)
 	$(BIN)/sphinx-build -q -n -W --keep-going -c docs . docs/_build
 	! grep -rE '<(script|img|link|iframe)[^>]*(src|href)="(https?:)?//' docs/_build --include='*.html'
 	grep -q '<math' docs/_build/docs/verbs.html
+	! grep -rE '<m[a-z]+>(&<|\\)' docs/_build --include='*.html'
 
 release-check: $(STAMP)
 	$(BIN)/python tests/release_check.py $(RELEASE_ARGS)

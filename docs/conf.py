@@ -43,6 +43,8 @@ html_theme = "furo"
 html_title = f"kernel_fusion {version}"
 html_copy_source = False
 html_show_copyright = False
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 # A site begins at its index.html.
 templates_path = ["templates"]
 html_additional_pages = {"index": "index.html"}

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 from typing import Any
@@ -307,6 +308,44 @@ def test_another_activation_put_in_later_counts() -> None:
     kf.patch(model)
     model.act = nn.Tanh()
     torch.testing.assert_close(model(x), model.down(torch.tanh(model.gate(x)) * model.up(x)))
+
+
+def renaming(function: Any) -> Any:
+    """A decorator that takes an argument by its old name, too."""
+
+    @functools.wraps(function)
+    def renamed(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **{"scale" if name == "factor" else name: value for name, value in kwargs.items()})
+
+    return renamed
+
+
+def noting(function: Any) -> Any:
+    """A decorator that notes the function a second time, as those of `torch.compile` do."""
+    renamed = renaming(function)
+    renamed.noted = function
+    return renamed
+
+
+@pytest.mark.parametrize(("decorator", "rewritten"), [(renaming, True), (noting, False)])
+def test_decorators_stay_around_a_rewritten_method(decorator: Any, rewritten: bool) -> None:
+    """What is inside is replaced, once for each decorator; a wrapper that may look elsewhere is left."""
+
+    class Decorated(Block):
+        @decorator
+        @torch.no_grad()
+        def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+            h = x + self.mix(self.first(x)) * scale
+            return h + self.second(h)
+
+    model, x = randomized(Decorated(32)), torch.randn(4, 32, requires_grad=True)
+    expected = model(x, factor=3.0)
+    assert (texts(kf.patch(model)).get("Decorated") == "addition before self.second") == rewritten
+    found = model(x, factor=3.0)
+    torch.testing.assert_close(found, expected)
+    assert not found.requires_grad
+    inner = type(model).forward.__wrapped__.__wrapped__
+    assert inner.__code__.co_filename.startswith("<kernel_fusion ") == rewritten
 
 
 def test_activations_of_one_kernel_are_left() -> None:

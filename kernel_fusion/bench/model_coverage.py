@@ -69,8 +69,8 @@ def run(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype) -> Results
     """Logits, loss, and the gradients of all parameters that affect the loss."""
     given = tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, inputs)
     model.zero_grad(set_to_none=True)
-    output = model(**given)
-    logits = _logits(output)
+    with _numbers_in(dtype):
+        logits = _logits(model(**given))
     random = torch.Generator().manual_seed(5)
     weights = torch.randn(logits.shape, generator=random).to(logits.dtype)
     loss = (logits.float() if dtype != torch.float64 else logits).mul(weights).sum() / logits.shape[0]
@@ -78,6 +78,17 @@ def run(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype) -> Results
     gradients = {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return {"logits": logits.detach(), "loss": loss.detach(), **gradients}
+
+
+@contextmanager
+def _numbers_in(dtype: torch.dtype) -> Iterator[None]:
+    """Lets a float64 run make float64 tensors of Python's numbers, which may be too large for float32."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if dtype == torch.float64 else default)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(default)
 
 
 def _logits(output: Any) -> Tensor:

@@ -28,16 +28,28 @@ def page(outcomes: Iterable[Outcome], command: str) -> str:
         f"and {len(agreeing)} of these ({100 * len(agreeing) / max(1, len(made)):.1f} %) passed every check when "
         "patched.",
         "",
-        "The page [Your model in one line](models.md#how-it-was-checked) says what the columns check. An empty cell "
-        "is a check that does not apply: the unpatched model fails it, or has no such method.",
+        "Others are activations, softmaxes, rotary embeddings and what makes their angles. The page [Your model in one "
+        "line](models.md#how-it-was-checked) says what the checks are. Each model passed those above its table, except "
+        "where it says otherwise: `no` is a check that the unpatched model fails, or has no method for. Only a sample "
+        "was compiled.",
         "",
     ]
     if failed := [outcome for outcome in made if not outcome.agrees]:
         lines += ["## Failed", ""]
         lines += [f"- {o.name}, {name}: {reason}" for o in failed for name, reason in o.checks.items() if reason]
         lines.append("")
-    lines += ["## Checked", "", *_rows(made), "", "## Left as they are", "", *_left(made), ""]
-    lines += ["## Not made", "", *_not_made(found), ""]
+    for library, task in dict.fromkeys((outcome.library, outcome.task) for outcome in made):
+        same = [outcome for outcome in made if (outcome.library, outcome.task) == (library, task)]
+        lines += [f"## Checked: {library}, {task}", "", *_section(same), ""]
+    lines += ["## Left as they are", "", *_left(made), ""]
+    lines += [
+        "## Not made",
+        "",
+        "These fail unpatched, with the small sizes that were tried.",
+        "",
+        *_not_made(found),
+        "",
+    ]
     return "\n".join(lines)
 
 
@@ -47,14 +59,17 @@ def _versions() -> str:
     return ", ".join(f"{name} {wanted[name]}" for name in names if wanted.get(name))
 
 
-def _rows(outcomes: list[Outcome]) -> list[str]:
-    """A row for each model."""
-    columns = ("model", "library", "task", *_COUNTS, *CHECKS)
-    rows = [f"| {' | '.join(columns)} |", f"| --- | --- | --- |{' ---: |' * len(_COUNTS)}{' --- |' * len(CHECKS)}"]
+def _section(outcomes: list[Outcome]) -> list[str]:
+    """The checks of a task's models, and a row for each model."""
+    checks = [name for name in CHECKS[:-1] if any(name in o.checks for o in outcomes)]
+    compiled = [o.name for o in outcomes if CHECKS[-1] in o.checks]
+    rows = [", ".join(checks) + (f"; {CHECKS[-1]}: {', '.join(compiled)}" if compiled else ""), ""]
+    rows += [f"| {' | '.join(('model', *_COUNTS, 'except'))} |", f"| --- |{' ---: |' * len(_COUNTS)} --- |"]
     for o in outcomes:
         counts = [str(o.replaced.get(name) or "") for name in _COUNTS]
-        checks = ["" if name not in o.checks else "no" if o.checks[name] else "yes" for name in CHECKS]
-        rows.append(f"| {' | '.join((o.name, o.library, o.task, *counts, *checks))} |")
+        exceptions = [f"no {name}" for name in checks if name not in o.checks]
+        exceptions += [f"fails {name}" for name, reason in o.checks.items() if reason]
+        rows.append(f"| {' | '.join((o.name, *counts, ', '.join(exceptions)))} |")
     return rows
 
 

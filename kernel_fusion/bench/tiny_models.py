@@ -78,19 +78,26 @@ _FIELDS = {name: size for size, names in _SIZES for name in names.split()}
 _FIELDS |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "sep_token_id": 2}
 _NO_DROPOUT = ("dropout", "drop_path_rate", "layerdrop", "pdrop")
 
+# Windows that fit into the last stage, which halves the image three times.
+_WINDOWS = {"embed_dim": 48, "window_size": 2, "image_size": 64, "patch_size": 4}
+
+_ZAMBA = {"attention_hidden_size": 128, "attention_head_dim": 32}  # the hidden state and the embeddings, side by side
+
 # Fields that the sizes above do not cover, by configuration type.
 _MORE: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
+    "bit": {"num_groups": 8},
     "convnext": {"image_size": 64},
     "convnextv2": {"image_size": 64},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "donut-swin": {"embed_dim": 48, "window_size": 4},
+    "donut-swin": _WINDOWS,
     "esm": {"vocab_size": VOCABULARY, "mask_token_id": 3},
     "esmc": {"num_key_value_heads": 4},
     "falcon_h1": {"mamba_d_ssm": 128},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "hgnet_v2": {"hidden_sizes": [256, 512, 1024, 2048], "stage_out_channels": [128, 512, 1024, 2048]},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
@@ -99,21 +106,25 @@ _MORE: dict[str, dict[str, Any]] = {
     "luke": {"entity_vocab_size": 16, "entity_emb_size": 16},
     "mamba2": {"num_heads": 8},
     "ministral": {"head_dim": 16},
-    "mobilevitv2": {"image_size": 128},
+    "mobilevitv2": {"image_size": 256},
     "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
-    "perceiver": {"d_latents": 64, "num_latents": 16, "num_self_attends_per_block": 2, "num_cross_attention_heads": 4},
+    "perceiver": {"d_latents": 64, "num_latents": 16, "num_self_attends_per_block": 2}
+    | {"num_self_attention_heads": 1, "num_cross_attention_heads": 1},
     "qwen3_5_text": {"num_hidden_layers": 4},
     "qwen3_5_moe_text": {"num_hidden_layers": 4},
     "qwen3_next": {"num_hidden_layers": 4},
     "qwen4_exp_text": {"num_hidden_layers": 4},
     "recurrent_gemma": {"num_hidden_layers": 3},
+    "levit": {"image_size": 64, "patch_size": 16},
     "longt5": {"decoder_start_token_id": 0, "feed_forward_proj": "gated-gelu"},
     "switch_transformers": {"decoder_start_token_id": 0},
-    "swinv2": {"embed_dim": 48},
+    "swin": _WINDOWS,
+    "swinv2": _WINDOWS,
     "t5": {"decoder_start_token_id": 0, "feed_forward_proj": "gated-gelu"},
+    "textnet": {"hidden_sizes": [64, 64, 128, 256, 512], "image_size": 64},
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"num_hidden_layers": 3},
-    "zamba2": {"layer_types": ["mamba", "hybrid"]},
+    "zamba": _ZAMBA | {"num_hidden_layers": 6, "attn_layer_period": 3, "attn_layer_offset": 2},
+    "zamba2": _ZAMBA | {"num_hidden_layers": 2, "layers_block_type": ["mamba", "hybrid"]},
     "zaya": {"num_experts_per_tok": 1},
 }
 
@@ -152,6 +163,7 @@ def _make(type_: str, name: str) -> nn.Module:
     """A small model of a class, from its configuration."""
     transformers = importlib.import_module("transformers")
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
     kind = getattr(transformers, name)
     config = tiny_config(kind.config_class or transformers.CONFIG_MAPPING[type_])
     with torch.device("meta"):

@@ -1,7 +1,8 @@
 """Rewrites methods that gate, add or rotate: `act(gate) * value`, `h = a + b` before `norm(h)`, `f(q, k, cos, sin)`.
 
 A method's source is parsed, these expressions become calls of `sites.py` and `rotary.py`, and the result is compiled
-with the method's own globals. The rest stays as written. A method without source, or wrapped by somebody, is left.
+with the method's own globals. The rest, and decorators, stay. A method without source, or in a wrapper that cannot be
+copied, is left.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from kernel_fusion.patching import sites
+from kernel_fusion.patching import decorators, sites
 from kernel_fusion.patching.rotary import turned
 from kernel_fusion.patching.swap import original_class
 
@@ -27,11 +28,12 @@ _GATED, _ADD_NORM, _TURNED, _SUM = "_kf_gated", "_kf_add_norm", "_kf_turned", "_
 
 @dataclass
 class Found:
-    """A method, the texts of its gating activations, of its norms after an addition, and of functions of angles.
+    """A method, what its decorators call, and the texts of activations, norms and functions of angles to replace.
 
     The last come with the number of tensors that they turn.
     """
 
+    method: types.FunctionType
     function: types.FunctionType
     acts: set[str] = field(default_factory=set)
     norms: set[str] = field(default_factory=set)
@@ -39,7 +41,7 @@ class Found:
 
 
 def methods_of(kind: type[nn.Module]) -> dict[str, types.FunctionType]:
-    """The methods of a class, with inherited ones from its own file; base classes of libraries hold no layers."""
+    """The methods of a class, with inherited ones from its own file; libraries' base classes hold no layers."""
     found: dict[str, types.FunctionType] = {}
     for base in reversed(kind.__mro__):
         if base.__module__ == kind.__module__ and issubclass(base, nn.Module):
@@ -49,20 +51,22 @@ def methods_of(kind: type[nn.Module]) -> dict[str, types.FunctionType]:
 
 @functools.cache
 def search(kind: Any) -> dict[str, Found]:
-    """The methods of a class with something to rewrite, and what."""
+    """The methods to rewrite, and what in them."""
     result = {}
-    for name, function in methods_of(kind).items():
+    for name, method in methods_of(kind).items():
+        function = decorators.inside(method)
         if name.startswith("__") or (tree := _parse(function)) is None:
             continue
-        found = Found(function)
+        found = Found(method, function)
         _Rewriter(found.acts.add, found.norms.add, found.rotary.add).body(tree)
         if found.acts or found.norms or found.rotary:
             result[name] = found
     return result
 
 
-def rewritten(function: types.FunctionType, form: RewriteForm) -> Any:
+def rewritten(found: Found, form: RewriteForm) -> Any:
     """The method with expressions replaced: those gated, normalised or turned by what the form names."""
+    function = found.function
     acts = {text: (known, name) for text, known, name in form.acts}
     tree = _parse(function)
     assert tree is not None
@@ -82,11 +86,12 @@ def rewritten(function: types.FunctionType, form: RewriteForm) -> Any:
     made.__defaults__, made.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
     made.__module__, made.__qualname__, made.__doc__ = function.__module__, function.__qualname__, function.__doc__
     made.__annotations__ = function.__annotations__
-    return made
+    vars(made).update(vars(function))
+    return decorators.around(found.method, made)
 
 
 def _parse(function: types.FunctionType) -> ast.FunctionDef | None:
-    """The syntax tree of a method, if its source is available and is what runs."""
+    """The syntax tree of a method, if its source is there and runs."""
     if hasattr(function, "__wrapped__") or set(function.__code__.co_freevars) - {"__class__"}:
         return None
     try:
@@ -94,15 +99,15 @@ def _parse(function: types.FunctionType) -> ast.FunctionDef | None:
         tree = ast.parse(text).body[0]
     except (OSError, TypeError, SyntaxError):
         return None
-    if not isinstance(tree, ast.FunctionDef) or tree.decorator_list or _mangles(tree):
+    if not isinstance(tree, ast.FunctionDef) or _mangles(tree):
         return None
     same = tree.name == function.__code__.co_name and tuple(_names(tree)) == _arguments(function)
     return tree if same else None
 
 
 def _strip(tree: ast.FunctionDef) -> None:
-    """Remove what is evaluated at definition; the compiled function gets the old values."""
-    tree.returns = None
+    """Remove what a definition evaluates; the compiled function gets the old values."""
+    tree.returns, tree.decorator_list = None, []
     for argument in ast.walk(tree.args):
         if isinstance(argument, ast.arg):
             argument.annotation = None
@@ -175,7 +180,7 @@ class _Rewriter:
                     break
 
     def _named(self, before: list[ast.stmt], operand: ast.expr) -> ast.Call | None:
-        """The call that a name stands for, if it is assigned in this block and only the product reads it."""
+        """The call that a name stands for, if this block assigns it and only the product reads it."""
         if not isinstance(operand, ast.Name) or operand.id in self.captured:
             return None
         for earlier in reversed(before):
@@ -209,7 +214,7 @@ class _Rewriter:
     def _split(
         self, block: list[ast.stmt], addition: ast.Assign, statement: ast.stmt, holder: Any, call: ast.Call
     ) -> None:
-        """Make one call for norm and sum where the sum was; the norm is used where it was."""
+        """Make one call for norm and sum where the sum was; the norm's place uses it."""
         self.count += 1
         name = f"{_SUM}{self.count}"
         sum_ = addition.value
@@ -251,7 +256,7 @@ def _made(function: str, *args: ast.expr) -> ast.Call:
 
 
 def _call(node: ast.AST) -> ast.Call | None:
-    """The node, if it is a call of a named callee with one positional argument."""
+    """A call of a named callee with one positional argument, or None."""
     plain = isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords
     if not plain or isinstance(node.args[0], ast.Starred):  # type: ignore[attr-defined]
         return None
@@ -262,7 +267,7 @@ def _call(node: ast.AST) -> ast.Call | None:
 
 
 def _has_angles(call: ast.Call) -> bool:
-    """Whether a call of a plain name ends with `cos, sin`, except for `unsqueeze_dim`."""
+    """Whether a plain name's call ends with `cos, sin`, or with `unsqueeze_dim` after them."""
     last = [a.id for a in call.args[-2:] if isinstance(a, ast.Name)]
     plain = isinstance(call.func, ast.Name) and not any(isinstance(a, ast.Starred) for a in call.args)
     plain = plain and len(call.args) in (3, 4) and all(k.arg == "unsqueeze_dim" for k in call.keywords)
@@ -270,7 +275,7 @@ def _has_angles(call: ast.Call) -> bool:
 
 
 def _children(node: ast.AST, kind: type[Any]) -> Iterator[tuple[tuple[ast.AST, str, int | None], Any]]:
-    """The expressions of a kind that a statement evaluates once, innermost first, with their places."""
+    """The expressions of a kind that a statement evaluates once, innermost first, with places."""
     for name, value in ast.iter_fields(node):
         if isinstance(node, ast.stmt) and name in ("body", "orelse", "finalbody", "handlers", "cases"):
             continue
@@ -289,7 +294,7 @@ def _stores(statement: ast.stmt, name: str) -> bool:
 
 
 def _addition(block: list[ast.stmt], index: int, name: str) -> ast.Assign | None:
-    """The statement `name = a + b` before the statement at `index`, skipping copies of names."""
+    """The statement `name = a + b` before that at `index`; copies of names may come between."""
     for earlier in reversed(block[:index]):
         if not isinstance(earlier, ast.Assign) or len(earlier.targets) != 1:
             return None
@@ -329,7 +334,7 @@ class RewriteForm:
         """The rewritten methods."""
         acts = {text for text, _, _ in self.acts}
         return {
-            name: rewritten(found.function, self)
+            name: rewritten(found, self)
             for name, found in search(original_class(original)).items()
             if found.acts & acts or found.norms & self.norms or found.rotary & self.rotary
         }
