@@ -193,19 +193,27 @@ def host() -> Iterator[str]:
     yield ""
 
 
-_STEPS = {"pytorch": "PyTorch", "kf-patch": "patched", "kf-graph": "graph pass", "liger": "Liger, same scope"}
+_STEPS = {
+    "pytorch": "PyTorch",
+    "kf-patch": "patched",
+    "kf-graph": "graph pass",
+    "liger": "Liger, same scope",
+    "torch.compile": "torch.compile",
+    "kf-compile": "with ours",
+}
 
 
 def steps() -> Iterator[str]:
     """Training steps: ms, PyTorch's over ours, and what autograd keeps."""
-    files = ("steps/llama-3-8b.json", "steps/llama-1024.json")
+    files = ("steps/llama-3-8b.json", "steps/llama-1024.json", "steps/others.json")
     rows = []
     for file in files:
         for (name,), cell in cells_of(file, "configuration").items():
-            times = {provider: cell[provider]["median_ms"] for provider in _STEPS}
+            times = {provider: cell[provider]["median_ms"] for provider in _STEPS if provider in cell}
             kept = (f"{cell[provider]['saved_bytes'] / 1e9:.2f}" for provider in ("pytorch", "kf-patch"))
             speedup = f"{times['pytorch'] / times['kf-patch']:.2f}"
-            rows.append([name, *map(digits, times.values()), speedup, " / ".join(kept)])
+            columns = (digits(times[provider]) if provider in times else "–" for provider in _STEPS)
+            rows.append([name, *columns, speedup, " / ".join(kept)])
     head = ["model", *(f"{name}, ms" for name in _STEPS.values()), "PyTorch ÷ patched", "saved GB: PyTorch / patched"]
     yield from table(head, rows)
     yield sources(*files)
