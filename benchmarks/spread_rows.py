@@ -15,10 +15,10 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +125,8 @@ def main() -> None:
             print(f"{name:50} {ms:9.4f} ms {ms / floor:7.2f} of the floor")
         arguments.output_dir.mkdir(parents=True, exist_ok=True)
         record: dict[str, Any] = {
-            "command": sys.argv,
+            "command": f"{'python' if world == 1 else f'torchrun --nproc-per-node {world}'} benchmarks/spread_rows.py",
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "machine": machine(device),
             "versions": versions(),
             "median_ms": medians,

@@ -219,10 +219,13 @@ def norm_columns(itemsize: int, warp_size: int) -> Plan:
 
 
 def norm_apply(cols: int, itemsize: int, warp_size: int) -> Plan:
-    """For what follows the sums of parts of rows: 4096 elements per program, half as many of float64."""
+    """For what follows the sums of parts of rows: 4096 elements per program, half as many of float64.
+
+    A thread has 32 of them: what a program does once would otherwise be half of its instructions.
+    """
     most = _NORM_BLOCK // _width(itemsize)
     block, _ = _pieces(int(cols), 128, most)
-    return Plan(most // block, block, _narrow(8, warp_size))
+    return Plan(most // block, block, _narrow(4, warp_size), looped=int(cols) > block)
 
 
 def partial_sums(warp_size: int) -> Plan:

@@ -161,7 +161,8 @@ def backward_apply(
         layout = plan.norm_apply(cols, h.dtype.itemsize, plan.device_of(h.device).warp_size)
         per_group = -(-numbers[0] // layout.rows) * -(-cols // layout.block)
         wanted: dict[str, Any] = {"dx": made[0], "dother": made[1], "dweight": False, "dbias": False}
-        compiled = RowNormBackward(has_dh=dh is not None, **wanted, **row_tile(layout, cols), **constants)
+        laid = {"looped": layout.looped, **row_tile(layout, cols)}
+        compiled = RowNormBackward(has_dh=dh is not None, **wanted, **laid, **constants)
         args = *given, dx, dother, sums, per_group, *numbers
         launch(kernels.row_norm_bwd_apply, (per_group * groups,), *args, constants=compiled, warps=layout.warps)
         if wants[2]:

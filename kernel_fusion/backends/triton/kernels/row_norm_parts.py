@@ -2,8 +2,8 @@
 
 `row_norm_fwd` and `row_norm_bwd` (C.part) come before it: they give the sums of a rank's columns, h if there is a
 residual, and partial sums of dweight and dbias. Here a program has ROWS rows of a block of columns. It takes the last
-rows first, because some are still in the L2 cache. Bytes per element, less those: x or h in and y out; backward x or h
-and dy in, dx out.
+rows first, because some are still in the L2 cache, and asks for them before it divides the sums, for which a warp waits
+and branches. Bytes per element, less those in the cache: x or h in and y out; backward x or h and dy in, dx out.
 """
 
 from __future__ import annotations
@@ -32,12 +32,18 @@ from kernel_fusion.backends.triton.kernels.stages import factor
 
 @triton.jit
 def _tile(num_cols, per_group, C: tl.constexpr):
-    """This program's samples; the first of its columns; its group; and how many groups there are."""
+    """This program's samples; the first of its columns; its group; and how many groups there are.
+
+    C.looped: other programs have other columns of these rows.
+    """
     ROWS: tl.constexpr = C.rows
     number, group, groups = place(per_group, C, True)
-    blocks = tl.cdiv(num_cols, C.block)
-    sample = (number // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    return sample, number % blocks * C.block, group, groups
+    start = tl.full([], 0, tl.int32)
+    if C.looped:
+        blocks = tl.cdiv(num_cols, C.block)
+        start = number % blocks * C.block
+        number = number // blocks
+    return number.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None], start, group, groups
 
 
 @kernel()
@@ -81,23 +87,23 @@ def row_norm_apply(
     mask = row_mask & col_mask
     h_offset = row_offset(row, (middle, inner), (h0, h1, h2), C.unit, C.flat) + at
     other_offset = row_offset(row, (middle, inner), (o0, o1, o2), C.unit, C.flat) + at
+    pointers = (h_ptr, other_ptr, seed_ptr, gate_ptr)
+    h = normalised(pointers, (h_offset, other_offset), at, row * num_cols + start, (mask, col_mask), C, BLOCK, True)
+    weight = of_group(weight_ptr, group, weight_pitch * C.unit, C)
+    bias = of_group(bias_ptr, group, bias_pitch * C.unit, C)
+    parameters = weight_and_bias((weight, bias), at, col_mask, C)
     variance, mean = means_over_ranks(sums_ptr, row, all_rows, row_mask, C)
     if not C.rms:
         variance -= mean * mean
         variance = tl.where(variance < 0.0, 0.0, variance)
     mean = mean.to(C.acc)
     rstd = reciprocal_sqrt(variance.to(C.acc) + C.eps)
-    pointers = (h_ptr, other_ptr, seed_ptr, gate_ptr)
-    h = normalised(pointers, (h_offset, other_offset), at, row * num_cols + start, (mask, col_mask), C, BLOCK, True)
-    weight = of_group(weight_ptr, group, weight_pitch * C.unit, C)
-    bias = of_group(bias_ptr, group, bias_pitch * C.unit, C)
-    parameters = weight_and_bias((weight, bias), at, col_mask, C)
     _, z = affine((h - mean) * rstd, parameters, C, h_ptr.dtype.element_ty)
     y = value(z, C.activation)
     if C.last_factor:
         y = y * factor(load(other_ptr, other_offset, mask, C.wide, True), C)
     store(y_ptr, row * num_cols + at, y, mask, LAST=True)
-    if start == 0:
+    if not C.looped or start == 0:
         store_statistics(stats_ptr, row, all_rows, row_mask, (mean, rstd), C)
 
 
@@ -147,12 +153,12 @@ def row_norm_bwd_apply(
     row, rows, row_mask = rows_at(sample, group, lengths, strides, steps, C)
     statistics = statistics_of(stats_ptr, row, of_all(num_rows, groups, C), row_mask, C)
     mask = row_mask & col_mask
-    mean_gwn, mean_gw = means_over_ranks(sums_ptr, row, of_all(num_rows, groups, C), row_mask, C)
-    means = (mean_gwn.to(C.acc), mean_gw.to(C.acc))
     weight = of_group(weight_ptr, group, weight_pitch * C.unit, C)
     bias = of_group(bias_ptr, group, bias_pitch * C.unit, C)
     gate = of_group(gate_ptr, group, gate_pitch * C.unit, C)
     pointers = (dy_ptr, h_ptr, other_ptr, dh_ptr, weight, bias, gate, seed_ptr, dx_ptr, dother_ptr)
     n, _, _, gw, dfactor = gradient(pointers, rows, start, at, statistics, mask, col_mask, C, True)
     write_factor(pointers, rows, at, dfactor, mask, C, True)
+    mean_gwn, mean_gw = means_over_ranks(sums_ptr, row, of_all(num_rows, groups, C), row_mask, C)
+    means = (mean_gwn.to(C.acc), mean_gw.to(C.acc))
     write(pointers, rows, start, at, n, gw, means, statistics[1], (mask, col_mask), C, True)

@@ -126,9 +126,9 @@ def store_sums(ptr, row, num_rows, num_cols, row_mask, sums, C: tl.constexpr):
 @triton.jit
 def means_over_ranks(ptr, row, num_rows, row_mask, C: tl.constexpr):
     """The sums of `store_sums`, added up over all ranks, divided by the number of all columns."""
-    each = 1.0 / tl.load(ptr + (1 if C.rms else 2) * num_rows)
-    first = load(ptr, row, row_mask, True) * each
+    first = load(ptr, row, row_mask, True)
     second = tl.zeros_like(first)
     if not C.rms:
-        second = load(ptr, num_rows + row, row_mask, True) * each
-    return first, second
+        second = load(ptr, num_rows + row, row_mask, True)
+    each = 1.0 / tl.load(ptr + (1 if C.rms else 2) * num_rows)  # a branch, before which all is asked for
+    return first * each, second * each
