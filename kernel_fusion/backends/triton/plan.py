@@ -221,7 +221,7 @@ def norm_columns(itemsize: int, warp_size: int) -> Plan:
 def norm_apply(cols: int, itemsize: int, warp_size: int) -> Plan:
     """For what follows the sums of parts of rows: 4096 elements per program, half as many of float64.
 
-    A thread has 32 of them: what a program does once would otherwise be half of its instructions.
+    A thread has 32, because half of its instructions do not depend on their number.
     """
     most = _NORM_BLOCK // _width(itemsize)
     block, _ = _pieces(int(cols), 128, most)

@@ -2,8 +2,8 @@
 
 `row_norm_fwd` and `row_norm_bwd` (C.part) come before it: they give the sums of a rank's columns, h if there is a
 residual, and partial sums of dweight and dbias. Here a program has ROWS rows of a block of columns. It takes the last
-rows first, because some are still in the L2 cache, and asks for them before it divides the sums, for which a warp waits
-and branches. Bytes per element, less those in the cache: x or h in and y out; backward x or h and dy in, dx out.
+rows first, because some are still in the L2 cache, and divides the sums, which branches, after asking for rows. Bytes
+per element, less those in the cache: x or h in and y out; backward x or h and dy in, dx out.
 """
 
 from __future__ import annotations

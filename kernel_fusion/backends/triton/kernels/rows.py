@@ -130,5 +130,5 @@ def means_over_ranks(ptr, row, num_rows, row_mask, C: tl.constexpr):
     second = tl.zeros_like(first)
     if not C.rms:
         second = load(ptr, num_rows + row, row_mask, True)
-    each = 1.0 / tl.load(ptr + (1 if C.rms else 2) * num_rows)  # a branch, before which all is asked for
+    each = 1.0 / tl.load(ptr + (1 if C.rms else 2) * num_rows)  # last: it branches
     return first * each, second * each
