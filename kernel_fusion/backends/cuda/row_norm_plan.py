@@ -6,12 +6,16 @@ needs.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.backends.cuda.plan import SMALL_ROW_THREADS, Plan
 from kernel_fusion.backends.cuda.plan_backward import plan_backward
 from kernel_fusion.backends.cuda.plan_forward import plan_forward
+from kernel_fusion.backends.cuda.quantize import has_whole_blocks
 from kernel_fusion.backends.cuda.tuned import Facts
 from kernel_fusion.backends.cuda.user_table import Table, users_table
+from kernel_fusion.core.quantize import Codes
 from kernel_fusion.core.spec import Access, RowNormSpec
 
 
@@ -22,6 +26,9 @@ def plan_row_norm(spec: RowNormSpec, access: Access, device: Device) -> Plan:
 
 def planned(spec: RowNormSpec, access: Access, device: Device, users: Table) -> tuple[Plan, Facts]:
     """The plan, and its facts. User rows that change no bits count."""
+    if spec.codes != Codes():
+        plan, facts = planned(replace(spec, codes=Codes()), access, device, users)
+        return _with_codes(spec, plan), facts
     facts = Facts(spec, access, device, {})
     if spec.direction == "backward_weight":
         per_block = SMALL_ROW_THREADS * facts.vec
@@ -34,3 +41,10 @@ def planned(spec: RowNormSpec, access: Access, device: Device, users: Table) -> 
         if its_plan.order(spec) == plan.order(spec):
             return its_plan, its_facts
     return plan, facts
+
+
+def _with_codes(spec: RowNormSpec, plan: Plan) -> Plan:
+    """The plan of y, whose kernel makes the codes too if one block has the row in registers."""
+    whole = spec.codes.scales != "block" or has_whole_blocks(plan)
+    fused = plan.kernel == "row_norm_fwd" and plan.cluster == 1 and whole
+    return replace(plan, shifted=plan.shifted and not fused, codes_apart=not fused)

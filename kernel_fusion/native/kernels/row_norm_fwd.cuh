@@ -7,6 +7,7 @@
 // with stages; row_norm_fwd_long.cuh takes longer rows.
 #pragma once
 
+#include "codes.cuh"
 #include "dependent_launch.cuh"
 #include "moments.cuh"
 #include "shifted_store.cuh"
@@ -191,7 +192,16 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
     if constexpr (!S::kRms) keep_packed(pack);
     affine.unrounded(pack, weights[i % kTogether], biases[i % kTogether], factors[i % kTogether], args.weight_offset, v);
   };
-  if constexpr (S::kShifted) {
+  if constexpr (kHasCodes<S>) {
+    const RowCodes<S, typename S::Y> codes{args.codes, place, row.index, row.live};
+    codes.store([&](int i) {
+      A v[kVec];
+      y_at(i, v);
+      const auto pack = narrow_pack<typename S::Y>(v);
+      if constexpr (S::kKeeps) row.store_y(y, place.col(i), pack);
+      return pack;
+    });
+  } else if constexpr (S::kShifted) {
     store_shifted<S>(y, place, y_at);
   } else {
 #pragma unroll

@@ -1,0 +1,66 @@
+"""Codes of rows: plans and sources (kernels/quantize.cuh)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kernel_fusion.backends.cuda.device import Device
+from kernel_fusion.backends.cuda.launch import Launch
+from kernel_fusion.backends.cuda.plan import SMALL_ROW_THREADS, Plan
+from kernel_fusion.backends.cuda.source import Source
+from kernel_fusion.backends.cuda.tree import Tree, ceil_div, spread_row
+from kernel_fusion.core.fields import constants
+from kernel_fusion.core.quantize import BLOCK
+from kernel_fusion.core.spec import ITEMSIZE, QuantizeAccess, QuantizeSpec, RowNormSpec
+
+_THREAD_BYTES = 64  # of x: 4 loads in flight
+_RESIDENT_THREADS = 1024  # per multiprocessor, of 64 registers
+
+
+@dataclass(frozen=True)
+class QuantizePlan(Launch):
+    """How a row is spread; `resident`: it stays in registers."""
+
+    tree: Tree
+    resident: bool
+
+
+def plan(spec: QuantizeSpec, access: QuantizeAccess, device: Device) -> QuantizePlan:
+    """As norms spread their rows, in one block."""
+    row = RowNormSpec("inference", True, spec.cols, spec.x, spec.x)
+    tree = spread_row(row, device, _THREAD_BYTES, 2 * _THREAD_BYTES, max_cluster=1)
+    if spec.codes.scales == "block" and not has_whole_blocks(tree):
+        tree = Tree(tree.vec, 32, 1, 1, ceil_div(spec.cols, 32 * tree.vec))
+    threads = max(SMALL_ROW_THREADS, tree.lanes) if tree.warps == 1 else 32 * tree.warps
+    # Single elements take a register each.
+    held = tree.elements * max(ITEMSIZE[spec.x], 4 if tree.vec == 1 else 0)
+    resident = held <= 2 * _THREAD_BYTES
+    return QuantizePlan(
+        threads=threads,
+        per_block=threads // (tree.lanes * tree.warps),
+        min_blocks=max(1, _RESIDENT_THREADS // threads) if spec.acc == "f32" else 1,
+        tree=tree,
+        resident=resident,
+    )
+
+
+def has_whole_blocks(tree: Tree | Plan) -> bool:
+    """Whether blocks of columns that share a scale are those of neighbouring lanes."""
+    return tree.warps == 1 or tree.lanes * tree.vec % BLOCK == 0
+
+
+def source(spec: QuantizeSpec, access: QuantizeAccess, plan: QuantizePlan) -> Source:
+    """The source of the kernel."""
+    types: dict[str, str | None] = {"X": spec.x, "Other": spec.other, "Acc": spec.acc}
+    known: dict[str, int | str] = {
+        **constants(spec, "cols", "activation"),
+        **constants(spec.codes, "code", "scales", "keeps"),
+        **constants(plan.tree, "vec", "lanes", "warps", "cluster"),
+        **constants(plan, "threads", "resident"),
+        "kRows": plan.per_block,
+        "kCombine": "kf::Combine::kGate",
+    }
+    for name, rows in (("X", access.x), ("Other", access.other)):
+        known |= {f"{key}{name}": value for key, value in constants(rows, "align", "strided").items()}
+    words = ["kf_quantize", spec.activation if spec.other else "", str(spec.cols), spec.x]
+    return Source("_".join(filter(None, words)), "quantize", "QuantizeArgs", types, known, plan.threads, plan.min_blocks)
