@@ -35,6 +35,9 @@ class Codes:
     keeps: bool = False
 
 
+NO_CODES = Codes()
+
+
 @dataclass(frozen=True, eq=False)
 class Quantize:
     r"""Asks a norm, with whatever stages, or :func:`gated_act` for codes and scales, as its `out_dtype`.

@@ -14,7 +14,7 @@ import torch
 
 from kernel_fusion.core.activations import CODES, IDENTITY
 from kernel_fusion.core.fields import Names, Several, marks
-from kernel_fusion.core.quantize import Codes
+from kernel_fusion.core.quantize import NO_CODES, Codes
 
 # Kernels also have booleans, and bits, eight to a byte.
 DTYPES = ("f16", "bf16", "f32", "f64")
@@ -152,7 +152,7 @@ class RowNormSpec(Stages):
     dresidual: bool = False
     dgate: bool = False
     one_row: bool = False
-    codes: Codes = Codes()
+    codes: Codes = NO_CODES
 
     @property
     def acc(self) -> str:
@@ -189,7 +189,8 @@ class RowNormSpec(Stages):
         parameters = f"{self.weight or '-'},{self.bias or '-'}"
         text = f"{norm}.{self.direction}[N={self.cols}, x={self.x}, y={self.y}, weight,bias={parameters}"
         defaults = {field.name: field.default for field in fields(self)}
-        for name in ("residual", *(field.name for field in fields(Stages)), "dh", "dresidual", "dgate", "one_row", "codes"):
+        stages = (field.name for field in fields(Stages))
+        for name in ("residual", *stages, "dh", "dresidual", "dgate", "one_row", "codes"):
             value = getattr(self, name)
             if value != defaults[name]:
                 text += f", {name}" if value is True else f", {name}={value}"
@@ -421,7 +422,7 @@ class QuantizeSpec:
     x: Dtype
     other: Dtype | None = None
     activation: Activation = IDENTITY
-    codes: Codes = Codes()
+    codes: Codes = NO_CODES
 
     @property
     def acc(self) -> str:

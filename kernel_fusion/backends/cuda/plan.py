@@ -58,6 +58,7 @@ class Plan:
     helpers: int = 0  # warps without columns (kernels/row_stream.cuh): combiner, producer
     pace: Pace | None = None
     shifted: bool = False  # store whole sectors (kernels/shifted_store.cuh)
+    shares: int = 1  # warps of the tree that a warp executes
     codes_apart: bool = False  # another kernel makes them of y
 
     @property
@@ -75,7 +76,7 @@ class Plan:
         """Threads per block."""
         if self.tiled or self.kernel == "row_norm_bwd_weight":
             return SMALL_ROW_THREADS
-        return self.per_block * self.lanes * self.warps // self.cluster + 32 * self.helpers
+        return self.per_block * self.lanes * self.warps // (self.cluster * self.shares) + 32 * self.helpers
 
     @property
     def least_per_block(self) -> int:

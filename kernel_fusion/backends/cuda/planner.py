@@ -41,7 +41,8 @@ from kernel_fusion.core.spec import (
     SumPartialsSpec,
 )
 
-Spec = RowNormSpec | SumPartialsSpec | PointwiseSpec | ReduceSpec | SoftmaxSpec | SoftmaxBwdSpec | RotarySpec | QuantizeSpec
+Spec = RowNormSpec | SumPartialsSpec | PointwiseSpec | ReduceSpec | SoftmaxSpec | SoftmaxBwdSpec | RotarySpec
+Spec |= QuantizeSpec
 
 
 class Kernel(NamedTuple):

@@ -58,9 +58,10 @@ def source(spec: QuantizeSpec, access: QuantizeAccess, plan: QuantizePlan) -> So
         **constants(plan.tree, "vec", "lanes", "warps", "cluster"),
         **constants(plan, "threads", "resident"),
         "kRows": plan.per_block,
+        "kShares": 1,
         "kCombine": "kf::Combine::kGate",
     }
     for name, rows in (("X", access.x), ("Other", access.other)):
         known |= {f"{key}{name}": value for key, value in constants(rows, "align", "strided").items()}
-    words = ["kf_quantize", spec.activation if spec.other else "", str(spec.cols), spec.x]
-    return Source("_".join(filter(None, words)), "quantize", "QuantizeArgs", types, known, plan.threads, plan.min_blocks)
+    name = f"kf_quantize_{f'{spec.activation}_' if spec.other else ''}{spec.cols}_{spec.x}"
+    return Source(name, "quantize", "QuantizeArgs", types, known, plan.threads, plan.min_blocks)

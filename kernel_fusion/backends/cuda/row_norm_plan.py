@@ -13,10 +13,14 @@ from kernel_fusion.backends.cuda.plan import SMALL_ROW_THREADS, Plan
 from kernel_fusion.backends.cuda.plan_backward import plan_backward
 from kernel_fusion.backends.cuda.plan_forward import plan_forward
 from kernel_fusion.backends.cuda.quantize import has_whole_blocks
+from kernel_fusion.backends.cuda.tree import ceil_div
 from kernel_fusion.backends.cuda.tuned import Facts
 from kernel_fusion.backends.cuda.user_table import Table, users_table
-from kernel_fusion.core.quantize import Codes
+from kernel_fusion.core.quantize import NO_CODES
 from kernel_fusion.core.spec import Access, RowNormSpec
+
+# With codes: elements of a thread with several warps' work, and threads per multiprocessor that registers allow.
+_ELEMENTS, _THREADS = 32, 768
 
 
 def plan_row_norm(spec: RowNormSpec, access: Access, device: Device) -> Plan:
@@ -26,8 +30,8 @@ def plan_row_norm(spec: RowNormSpec, access: Access, device: Device) -> Plan:
 
 def planned(spec: RowNormSpec, access: Access, device: Device, users: Table) -> tuple[Plan, Facts]:
     """The plan, and its facts. User rows that change no bits count."""
-    if spec.codes != Codes():
-        plan, facts = planned(replace(spec, codes=Codes()), access, device, users)
+    if spec.codes != NO_CODES:
+        plan, facts = planned(replace(spec, codes=NO_CODES), access, device, users)
         return _with_codes(spec, plan), facts
     facts = Facts(spec, access, device, {})
     if spec.direction == "backward_weight":
@@ -44,7 +48,14 @@ def planned(spec: RowNormSpec, access: Access, device: Device, users: Table) -> 
 
 
 def _with_codes(spec: RowNormSpec, plan: Plan) -> Plan:
-    """The plan of y, whose kernel makes the codes too if one block has the row in registers."""
+    """The plan of y, whose kernel makes the codes too if one block has the row in registers.
+
+    Instructions bound such a kernel, not memory. A warp with the work of several saves those of a row's sums and scale.
+    """
     whole = spec.codes.scales != "block" or has_whole_blocks(plan)
-    fused = plan.kernel == "row_norm_fwd" and plan.cluster == 1 and whole
-    return replace(plan, shifted=plan.shifted and not fused, codes_apart=not fused)
+    if plan.kernel != "row_norm_fwd" or plan.cluster > 1 or not whole:
+        return replace(plan, codes_apart=True)
+    elements = ceil_div(spec.cols, 32 * plan.warps)
+    shares = next(n for n in (4, 2, 1) if n == 1 or (plan.warps % n == 0 and n * elements <= _ELEMENTS))
+    plan = replace(plan, shifted=False, shares=shares)
+    return replace(plan, min_blocks=max(1, _THREADS // plan.threads) if shares > 1 else plan.min_blocks)

@@ -32,9 +32,8 @@ void launch_quantize(const Tensor& x, const Tensor& other, int32_t activation, c
   const auto access_of = [&](const Rows& rows) {
     return RowAccess{std::min(rows.alignment, static_cast<int>(vec * size)), rows.strided};
   };
-  QuantizeSpec spec{.cols = static_cast<int>(x_rows.cols),
-                    .x = cpu_dtype(x.scalar_type()),
-                    .codes = codes_of(quantize, x_rows.cols)};
+  QuantizeSpec spec{
+      .cols = static_cast<int>(x_rows.cols), .x = cpu_dtype(x.scalar_type()), .codes = codes_of(quantize, x_rows.cols)};
   spec.codes.keeps = v != nullptr;
   QuantizeAccess access{.x = access_of(x_rows)};
   QuantizeArgs args{x_rows.data(), nullptr, v, x_rows.rows, x_rows.layout, {}, code_args(quantize, x_rows.rows, to)};

@@ -33,7 +33,7 @@ template <class S> __device__ void quantize(const QuantizeArgs& args) {
   if constexpr (S::kResident)
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) load(i, i);
-  const RowCodes<S, X> codes{args.codes, at, row, live};
+  const RowCodes<S, X, P> codes{args.codes, at, row, live};
   codes.store([&](int i) {
     const int from = S::kResident ? i : 0;
     if constexpr (!S::kResident) load(i, 0);

@@ -73,7 +73,8 @@ template <class S> struct ForwardRow {
   const Beside<S>* beside;
   const RowNormFwdArgs& args;
 
-  __device__ ForwardRow(const RowNormFwdArgs& args, const P& at)
+  template <class At>
+  __device__ ForwardRow(const RowNormFwdArgs& args, const At& at)
       : ForwardRow(args, static_cast<i64>(blockIdx.x / S::kCluster) * S::kRows + at.row) {}
   __device__ ForwardRow(const RowNormFwdArgs& args, i64 wanted) : args(args) {
     live = S::kRows == 1 || wanted < args.rows;
@@ -109,17 +110,18 @@ template <class S> struct ForwardRow {
   }
 };
 
-// From this thread's warp's moments to what makes y; also stores the row's statistics.
-template <class S>
-__device__ Affine<S> affine_of_row(const RowNormFwdArgs& args, const Place<S>& at, const ForwardRow<S>& row,
-                                   const Moments<S>& moments) {
+// From the moments of this thread's warps to what makes y; also stores the row's statistics.
+template <class S, class At>
+__device__ Affine<S> affine_of_row(const RowNormFwdArgs& args, const At& at, const ForwardRow<S>& row,
+                                   const Moments<S> (&moments)[At::kShares]) {
   using A = typename S::Acc;
-  A mean = moments.mean, squares = moments.squares;
+  A mean = moments[0].mean, squares = moments[0].squares;
   if constexpr (S::kWarps > 1) {
     __shared__ A slots[S::kWarps][2];
     Exchange<S> exchange{slots};
     if constexpr (S::kCluster > 1) cluster_wait();
-    exchange.put(at.warp, at.lane, moments.mean, moments.squares);
+#pragma unroll
+    for (int k = 0; k < At::kShares; ++k) exchange.put(at.stretch(k).warp, at.lane, moments[k].mean, moments[k].squares);
     exchange.barrier();
     const auto joined = join_moments<S>(at.lane, slots);
     mean = joined.mean;
@@ -130,11 +132,19 @@ __device__ Affine<S> affine_of_row(const RowNormFwdArgs& args, const Place<S>& a
   return {mean, rstd};
 }
 
+// Codes take so many instructions that warps execute several of the tree's.
+template <class S, bool = kHasCodes<S>> struct Executor {
+  using type = Place<S>;
+};
+template <class S> struct Executor<S, true> {
+  using type = Stretches<S>;
+};
+
 template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
   using A = typename S::Acc;
-  using P = Place<S>;
-  constexpr int kVec = S::kVec, kVectors = P::kVectors;
-  const P at;
+  using At = typename Executor<S>::type;
+  constexpr int kVec = S::kVec, kVectors = At::kVectors;
+  const At at;
   const ForwardRow<S> row(args, at);
   if constexpr (S::kCluster > 1) cluster_arrive();
   wait_for_previous_kernel(row.x + at.first);
@@ -155,7 +165,7 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
   Pack<typename S::Weight, kVec> weights[kTogether];
   Pack<typename S::Bias, kVec> biases[kTogether];
   Pack<LastFactor<S>, kVec> factors[kTogether];
-  const auto load_parameters = [&](const P& of, int first) {
+  const auto load_parameters = [&](const At& of, int first) {
 #pragma unroll
     for (int i = 0; i < kTogether && first + i < kVectors; ++i) {
       weights[i] = load_weight<S>(args, of.col(first + i));
@@ -173,15 +183,20 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
 
   // LayerNorm reads the row three times and widens it each time; RMSNorm has registers to widen it once, which is
   // faster.
-  const Moments<S> moments = moments_of_warp<S>(at, [&](int k) {
-    if constexpr (!S::kRms) keep_packed(resident[k]);
-    return resident[k];
-  });
+  Moments<S> moments[At::kShares];
+#pragma unroll
+  for (int share = 0; share < At::kShares; ++share) {
+    moments[share] = moments_of_warp<S>(at.stretch(share), [&](int i) {
+      auto& pack = resident[share * Place<S>::kVectors + i];
+      if constexpr (!S::kRms) keep_packed(pack);
+      return pack;
+    });
+  }
   if constexpr (S::kEarly) load_parameters(at, 0);
-  const Affine<S> affine = affine_of_row<S>(args, at, row, moments);
+  const Affine<S> affine = affine_of_row(args, at, row, moments);
   // With kAnew columns are recomputed for y, because keeping `at` would take registers.
-  const P place = [&] {
-    if constexpr (S::kAnew) return P::anew();
+  const At place = [&] {
+    if constexpr (S::kAnew) return At::anew();
     return at;
   }();
   auto* const y = row.y();
@@ -193,7 +208,7 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
     affine.unrounded(pack, weights[i % kTogether], biases[i % kTogether], factors[i % kTogether], args.weight_offset, v);
   };
   if constexpr (kHasCodes<S>) {
-    const RowCodes<S, typename S::Y> codes{args.codes, place, row.index, row.live};
+    const RowCodes<S, typename S::Y, At> codes{args.codes, place, row.index, row.live};
     codes.store([&](int i) {
       A v[kVec];
       y_at(i, v);

@@ -36,7 +36,8 @@ template <class S> __device__ void row_norm_fwd_long(const RowNormFwdArgs& args)
     row.store_h(h, at.col(k, inside), pack);
     return pack;
   };
-  const Affine<S> affine = affine_of_row<S>(args, at, row, moments_in_passing<S, S::kBatch>(at, load, value));
+  const Moments<S> moments[] = {moments_in_passing<S, S::kBatch>(at, load, value)};
+  const Affine<S> affine = affine_of_row(args, at, row, moments);
 
   struct Again {
     Pack<typename PresentOr<typename S::Residual, typename S::X>::type, kVec> x;
