@@ -17,10 +17,10 @@ from kernel_fusion.backends.cuda.tree import ceil_div
 from kernel_fusion.backends.cuda.tuned import Facts
 from kernel_fusion.backends.cuda.user_table import Table, users_table
 from kernel_fusion.core.quantize import NO_CODES
-from kernel_fusion.core.spec import Access, RowNormSpec
+from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
 
-# With codes: elements of a thread with several warps' work, and threads per multiprocessor that registers allow.
-_ELEMENTS, _THREADS = 32, 768
+# With codes: bytes of a row in a thread with several warps' work, and threads per multiprocessor that registers allow.
+_BYTES, _THREADS = 64, 768
 
 
 def plan_row_norm(spec: RowNormSpec, access: Access, device: Device) -> Plan:
@@ -55,7 +55,7 @@ def _with_codes(spec: RowNormSpec, plan: Plan) -> Plan:
     whole = spec.codes.scales != "block" or has_whole_blocks(plan)
     if plan.kernel != "row_norm_fwd" or plan.cluster > 1 or not whole:
         return replace(plan, codes_apart=True)
-    elements = ceil_div(spec.cols, 32 * plan.warps)
-    shares = next(n for n in (4, 2, 1) if n == 1 or (plan.warps % n == 0 and n * elements <= _ELEMENTS))
+    held = ceil_div(spec.cols, 32 * plan.warps) * ITEMSIZE[spec.row]
+    shares = next(n for n in (4, 2, 1) if n == 1 or (plan.warps % n == 0 and n * held <= _BYTES))
     plan = replace(plan, shifted=False, shares=shares)
     return replace(plan, min_blocks=max(1, _THREADS // plan.threads) if shares > 1 else plan.min_blocks)
