@@ -110,18 +110,43 @@ template <class S> struct ForwardRow {
   }
 };
 
-// From the moments of this thread's warps to what makes y; also stores the row's statistics.
-template <class S, class At>
-__device__ Affine<S> affine_of_row(const RowNormFwdArgs& args, const At& at, const ForwardRow<S>& row,
-                                   const Moments<S> (&moments)[At::kShares]) {
+// The moments of this thread's warp, and how they reach the row's other warps.
+template <class S, class X> __device__ Moments<S> moments_of(const Place<S>& at, const X& x_at) {
+  return moments_of_warp<S>(at, x_at);
+}
+template <class S> __device__ void put_moments(Exchange<S>& exchange, const Place<S>& at, const Moments<S>& moments) {
+  exchange.put(at.warp, at.lane, moments.mean, moments.squares);
+}
+
+// The same of the warps whose work this thread's warp does. Alone, it is the row's.
+template <class S> struct MomentsOfStretches : Moments<S> {
+  Moments<S> of[S::kShares];
+};
+template <class S, class X> __device__ MomentsOfStretches<S> moments_of(const Stretches<S>& at, const X& x_at) {
+  MomentsOfStretches<S> moments;
+#pragma unroll
+  for (int k = 0; k < S::kShares; ++k)
+    moments.of[k] = moments_of_warp<S>(at.of[k], [&](int i) { return x_at(k * Place<S>::kVectors + i); });
+  moments.mean = moments.of[0].mean;
+  moments.squares = moments.of[0].squares;
+  return moments;
+}
+template <class S>
+__device__ void put_moments(Exchange<S>& exchange, const Stretches<S>& at, const MomentsOfStretches<S>& moments) {
+#pragma unroll
+  for (int k = 0; k < S::kShares; ++k) exchange.put(at.of[k].warp, at.lane, moments.of[k].mean, moments.of[k].squares);
+}
+
+// From these to what makes y; also stores the row's statistics.
+template <class S, class At, class M>
+__device__ Affine<S> affine_of_row(const RowNormFwdArgs& args, const At& at, const ForwardRow<S>& row, const M& moments) {
   using A = typename S::Acc;
-  A mean = moments[0].mean, squares = moments[0].squares;
+  A mean = moments.mean, squares = moments.squares;
   if constexpr (S::kWarps > 1) {
     __shared__ A slots[S::kWarps][2];
     Exchange<S> exchange{slots};
     if constexpr (S::kCluster > 1) cluster_wait();
-#pragma unroll
-    for (int k = 0; k < At::kShares; ++k) exchange.put(at.stretch(k).warp, at.lane, moments[k].mean, moments[k].squares);
+    put_moments(exchange, at, moments);
     exchange.barrier();
     const auto joined = join_moments<S>(at.lane, slots);
     mean = joined.mean;
@@ -132,7 +157,7 @@ __device__ Affine<S> affine_of_row(const RowNormFwdArgs& args, const At& at, con
   return {mean, rstd};
 }
 
-// Codes take so many instructions that warps execute several of the tree's.
+// Codes bound a kernel by its instructions: a warp then does several warps' work, which saves some.
 template <class S, bool = kHasCodes<S>> struct Executor {
   using type = Place<S>;
 };
@@ -183,17 +208,12 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
 
   // LayerNorm reads the row three times and widens it each time; RMSNorm has registers to widen it once, which is
   // faster.
-  Moments<S> moments[At::kShares];
-#pragma unroll
-  for (int share = 0; share < At::kShares; ++share) {
-    moments[share] = moments_of_warp<S>(at.stretch(share), [&](int i) {
-      auto& pack = resident[share * Place<S>::kVectors + i];
-      if constexpr (!S::kRms) keep_packed(pack);
-      return pack;
-    });
-  }
+  const auto moments = moments_of<S>(at, [&](int k) {
+    if constexpr (!S::kRms) keep_packed(resident[k]);
+    return resident[k];
+  });
   if constexpr (S::kEarly) load_parameters(at, 0);
-  const Affine<S> affine = affine_of_row(args, at, row, moments);
+  const Affine<S> affine = affine_of_row<S>(args, at, row, moments);
   // With kAnew columns are recomputed for y, because keeping `at` would take registers.
   const At place = [&] {
     if constexpr (S::kAnew) return At::anew();

@@ -36,8 +36,7 @@ template <class S> __device__ void row_norm_fwd_long(const RowNormFwdArgs& args)
     row.store_h(h, at.col(k, inside), pack);
     return pack;
   };
-  const Moments<S> moments[] = {moments_in_passing<S, S::kBatch>(at, load, value)};
-  const Affine<S> affine = affine_of_row(args, at, row, moments);
+  const Affine<S> affine = affine_of_row<S>(args, at, row, moments_in_passing<S, S::kBatch>(at, load, value));
 
   struct Again {
     Pack<typename PresentOr<typename S::Residual, typename S::X>::type, kVec> x;

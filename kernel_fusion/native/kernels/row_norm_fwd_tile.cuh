@@ -73,8 +73,8 @@ template <class S> __device__ void row_norm_fwd_tile(const RowNormFwdArgs& args)
 #pragma unroll
     for (int i = 0; i < kVectors; ++i)
       resident[i] = before(load_row<S, S::kAlignX>(x_rows + begin, at.col(i)), {}, row.index, at.col(i));
-    const Moments<S> moments[] = {moments_of_warp<S>(at, [&](int i) { return resident[i]; })};
-    const Affine<S> affine = affine_of_row(args, at, row, moments);
+    const Moments<S> moments = moments_of_warp<S>(at, [&](int i) { return resident[i]; });
+    const Affine<S> affine = affine_of_row<S>(args, at, row, moments);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const int kept = S::kAhead ? i : 0;

@@ -113,7 +113,6 @@ template <class S> struct Place {
   }
 
   __device__ bool leader() const { return lane == 0 && warp == 0; }
-  __device__ const Place& stretch(int) const { return *this; }
 };
 
 // The stretches of S::kShares neighbouring warps of the tree, which one warp executes: its vectors one after the other.
@@ -132,7 +131,6 @@ template <class S> struct Stretches {
   }
   __device__ int col(int i) const { return of[i / P::kVectors].col(i % P::kVectors); }
   __device__ bool leader() const { return lane == 0 && warp == 0; }
-  __device__ const P& stretch(int k) const { return of[k]; }
 
  private:
   __device__ Stretches(const P& place, unsigned member) : lane(place.lane), row(place.row), warp(place.warp) {
