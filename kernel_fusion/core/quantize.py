@@ -22,13 +22,7 @@ Scales = Annotated[str, Names("Scales", ("given", "row", "block"))]
 
 @dataclass(frozen=True)
 class Codes:
-    """The codes that a kernel makes of v.
-
-    Attributes:
-        code: their type, if any.
-        scales: one that is given, or one for each row or block of columns.
-        keeps: whether v is written, too.
-    """
+    """What a kernel makes of v: codes, their scales, and v too where it `keeps` it."""
 
     code: Annotated[str, _CODES] | None = None
     scales: Scales = "given"

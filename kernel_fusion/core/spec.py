@@ -416,7 +416,7 @@ class SoftmaxAccess:
 
 @dataclass(frozen=True)
 class QuantizeSpec:
-    """Codes of the rows of x, or of activation(x) * other."""
+    """Codes of x, or of activation(x) * other."""
 
     cols: int
     x: Dtype
