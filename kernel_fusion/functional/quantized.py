@@ -114,8 +114,10 @@ def _backend(verb: str, backend: str | None, input: Tensor) -> str | None:
     check_backend_name(backend)
     wanted = backend or state.backend
     if wanted is None and input.device.type in ("cuda", "xpu"):
-        able = (name for name in ("cuda", "triton") if unavailable_reason(name, input.device, "quantize") is None)
-        return next(able, "eager")
+        for name in ("cuda", "triton"):
+            if unavailable_reason(name, input.device, "quantize") is None:
+                return name
+        return "eager"
     if wanted == "cuda" and (reason := unavailable_reason(wanted, input.device, "quantize")):
         raise BackendUnavailableError(f"`{verb}`: backend {wanted!r} was requested, but {reason}")
     return wanted
