@@ -13,16 +13,25 @@ from kernel_fusion.core.fields import constants
 from kernel_fusion.core.quantize import BLOCK
 from kernel_fusion.core.spec import ITEMSIZE, QuantizeAccess, QuantizeSpec, RowNormSpec
 
-_THREAD_BYTES = 64  # of x: 4 loads in flight
-_RESIDENT_THREADS = 1024  # per multiprocessor, of 64 registers
+_THREAD_BYTES = 64  # of x
+# Loads in flight, and threads per multiprocessor that registers allow. Threads that wait for a row's largest element
+# leave more to others.
+_AHEAD, _AHEAD_OF_ROWS = 4, 2
+_THREADS, _THREADS_OF_ROWS, _THREADS_OF_WIDE = 1024, 1344, 512
 
 
 @dataclass(frozen=True)
 class QuantizePlan(Launch):
-    """How a row is spread; `resident`: it stays in registers."""
+    """How a row is spread.
+
+    Attributes:
+        resident: it stays in registers.
+        ahead: vectors that a thread loads before it uses one.
+    """
 
     tree: Tree
     resident: bool
+    ahead: int
 
 
 def plan(spec: QuantizeSpec, access: QuantizeAccess, device: Device) -> QuantizePlan:
@@ -34,13 +43,16 @@ def plan(spec: QuantizeSpec, access: QuantizeAccess, device: Device) -> Quantize
     threads = max(SMALL_ROW_THREADS, tree.lanes) if tree.warps == 1 else 32 * tree.warps
     # Single elements take a register each.
     held = tree.elements * max(ITEMSIZE[spec.x], 4 if tree.vec == 1 else 0)
-    resident = held <= 2 * _THREAD_BYTES
+    resident, rows = held <= 2 * _THREAD_BYTES, spec.codes.scales == "row"
+    wide = ITEMSIZE[spec.x] > 2 or tree.vec == 1
+    together = _THREADS_OF_WIDE if wide else _THREADS_OF_ROWS if rows else _THREADS
     return QuantizePlan(
         threads=threads,
         per_block=threads // (tree.lanes * tree.warps),
-        min_blocks=max(1, _RESIDENT_THREADS // threads) if spec.acc == "f32" else 1,
+        min_blocks=max(1, together // threads) if spec.acc == "f32" else 1,
         tree=tree,
         resident=resident,
+        ahead=min(tree.vectors, _AHEAD_OF_ROWS if rows else _AHEAD) if resident else 1,
     )
 
 
@@ -56,7 +68,7 @@ def source(spec: QuantizeSpec, access: QuantizeAccess, plan: QuantizePlan) -> So
         **constants(spec, "cols", "activation"),
         **constants(spec.codes, "code", "scales", "keeps"),
         **constants(plan.tree, "vec", "lanes", "warps", "cluster"),
-        **constants(plan, "threads", "resident"),
+        **constants(plan, "threads", "resident", "ahead"),
         "kRows": plan.per_block,
         "kShares": 1,
         "kCombine": "kf::Combine::kGate",

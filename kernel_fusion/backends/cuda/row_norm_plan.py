@@ -20,7 +20,7 @@ from kernel_fusion.core.quantize import NO_CODES
 from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
 
 # With codes: bytes of a row in a thread with several warps' work, and threads per multiprocessor that registers allow.
-_BYTES, _THREADS = 64, 768
+_BYTES, _THREADS = 64, 1024
 
 
 def plan_row_norm(spec: RowNormSpec, access: Access, device: Device) -> Plan:
@@ -50,10 +50,11 @@ def planned(spec: RowNormSpec, access: Access, device: Device, users: Table) -> 
 def _with_codes(spec: RowNormSpec, plan: Plan) -> Plan:
     """The plan of y, whose kernel makes the codes too if one block has the row in registers.
 
+    Compilers contract the products of a LayerNorm's mean in one kernel and not in another, so y must be its own.
     Instructions bound such a kernel, not memory. A warp with the work of several saves those of a row's sums and scale.
     """
     whole = spec.codes.scales != "block" or has_whole_blocks(plan)
-    if plan.kernel != "row_norm_fwd" or plan.cluster > 1 or not whole:
+    if not spec.rms or plan.kernel != "row_norm_fwd" or plan.cluster > 1 or not whole:
         return replace(plan, codes_apart=True)
     held = ceil_div(spec.cols, 32 * plan.warps) * ITEMSIZE[spec.row]
     shares = next(n for n in (4, 2, 1) if n == 1 or (plan.warps % n == 0 and n * held <= _BYTES))

@@ -14,7 +14,7 @@ template <class S> __device__ void quantize(const QuantizeArgs& args) {
   using X = typename S::X;
   using Other = typename S::Other;
   using P = Place<S>;
-  constexpr int kVec = S::kVec, kAhead = S::kResident ? P::kVectors : 1;
+  constexpr int kVec = S::kVec, kAhead = S::kAhead;
   const P at;
   const i64 wanted = static_cast<i64>(blockIdx.x) * S::kRows + at.row;
   const bool live = S::kRows == 1 || wanted < args.rows;
@@ -30,13 +30,13 @@ template <class S> __device__ void quantize(const QuantizeArgs& args) {
     xs[to] = load_row<S, S::kAlignX>(x, at.col(i));
     others[to] = load_row<S, S::kAlignOther>(other, at.col(i));
   };
-  if constexpr (S::kResident)
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) load(i, i);
   const RowCodes<S, X, P> codes{args.codes, at, row, live};
   codes.store([&](int i) {
-    const int from = S::kResident ? i : 0;
-    if constexpr (!S::kResident) load(i, 0);
+    const int from = i % kAhead;
+    if (from == 0) {
+#pragma unroll
+      for (int k = 0; k < kAhead && i + k < P::kVectors; ++k) load(i + k, k);
+    }
     Pack<X, kVec> v = xs[from];
     if constexpr (kPresent<Other>) {
       typename S::Acc a[kVec], b[kVec];
