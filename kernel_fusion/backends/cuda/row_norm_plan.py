@@ -50,12 +50,12 @@ def planned(spec: RowNormSpec, access: Access, device: Device, users: Table) -> 
 def _with_codes(spec: RowNormSpec, plan: Plan) -> Plan:
     """The plan of y, whose kernel makes the codes too if one block has the row in registers.
 
-    Compilers contract the products of a LayerNorm's mean in one kernel and not in another, so y must be its own.
-    Instructions bound such a kernel, not memory. A warp with the work of several saves those of a row's sums and scale.
+    Not LayerNorm's: compilers contract the products of its mean in one kernel and not in another, which changes y.
     """
     whole = spec.codes.scales != "block" or has_whole_blocks(plan)
     if not spec.rms or plan.kernel != "row_norm_fwd" or plan.cluster > 1 or not whole:
         return replace(plan, codes_apart=True)
+    # Instructions bound it, not memory: one warp with several warps' work saves some.
     held = ceil_div(spec.cols, 32 * plan.warps) * ITEMSIZE[spec.row]
     shares = next(n for n in (4, 2, 1) if n == 1 or (plan.warps % n == 0 and n * held <= _BYTES))
     plan = replace(plan, shifted=False, shares=shares)
