@@ -161,7 +161,7 @@ template <class S> inline constexpr bool kHasCodes = S::kCode != CodeType::kAbse
 // Where a row of V leaves its codes and scales; `At` says which vectors a thread has, and which warps a block.
 template <class S, class V, class At> struct RowCodes {
   using P = Place<S>;
-  static constexpr int kVec = S::kVec, kVectors = At::kVectors, kWarps = S::kWarps / At::kShares;
+  static constexpr int kVec = S::kVec, kVectors = At::kVectors, kWarps = S::kWarps / S::kShares;
   // Vectors of a lane that share a scale with the other lanes', and lanes.
   static constexpr int kBlockVectors = P::kChunk < kScaleBlock ? kScaleBlock / P::kChunk : 1;
   static constexpr int kBlockLanes = kScaleBlock / kVec < S::kLanes ? kScaleBlock / kVec : S::kLanes;

@@ -12,6 +12,7 @@
 #include "moments.cuh"
 #include "shifted_store.cuh"
 #include "stages.cuh"
+#include "stretches.cuh"
 
 namespace kf {
 

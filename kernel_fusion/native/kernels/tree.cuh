@@ -52,7 +52,6 @@ template <class S> struct Place {
   static constexpr int kLocalWarps = S::kWarps / S::kCluster;                            // warps of this block
   // A thread has many narrow vectors; their columns are added to one, not found from the lane.
   static constexpr bool kNarrow = S::kVec < 4;
-  static constexpr int kShares = 1;
   static_assert(S::kCols % S::kVec == 0);
 
   int lane, row, warp;  // lane in the warp, row in the block, warp of the row
@@ -68,8 +67,6 @@ template <class S> struct Place {
     first = start(warp) + lane * S::kVec;
     if constexpr (kNarrow) asm("" : "+r"(first));
   }
-
-  __device__ Place(int lane, int warp) : lane(lane), row(0), warp(warp), first(start(warp) + lane * S::kVec) {}
 
   // Recomputed instead of kept in registers.
   __device__ static Place anew() {
@@ -113,36 +110,6 @@ template <class S> struct Place {
   }
 
   __device__ bool leader() const { return lane == 0 && warp == 0; }
-};
-
-// The stretches of S::kShares neighbouring warps of the tree, which one warp executes: its vectors one after the other.
-template <class S> struct Stretches {
-  using P = Place<S>;
-  static constexpr int kShares = S::kShares, kVectors = kShares * P::kVectors;
-  static_assert(kShares == 1 || (S::kLanes == 32 && S::kCluster == 1));
-  P of[kShares];
-  int lane, row, warp, first;  // warp of the block
-
-  __device__ Stretches() : Stretches(P(), threadIdx.x) {}
-  __device__ static Stretches anew() {
-    unsigned member;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(member));
-    return {P(member), member};
-  }
-  __device__ int col(int i) const { return of[i / P::kVectors].col(i % P::kVectors); }
-  __device__ bool leader() const { return lane == 0 && warp == 0; }
-
- private:
-  __device__ Stretches(const P& place, unsigned member) : lane(place.lane), row(place.row), warp(place.warp) {
-    of[0] = place;
-    if constexpr (kShares > 1) {
-      lane = member % 32;
-      warp = member / 32;
-#pragma unroll
-      for (int k = 0; k < kShares; ++k) of[k] = P(lane, warp * kShares + k);
-    }
-    first = of[0].first;
-  }
 };
 
 // A division takes more instructions.
