@@ -13,10 +13,13 @@ from support import PACKAGE
 
 from kernel_fusion.backends.cuda import planner
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES
+from kernel_fusion.core.quantize import Codes
 from kernel_fusion.core.spec import (
     Access,
     PointwiseAccess,
     PointwiseSpec,
+    QuantizeAccess,
+    QuantizeSpec,
     ReduceAccess,
     ReduceSpec,
     RotaryAccess,
@@ -65,6 +68,8 @@ _KERNELS: dict[str, tuple[Any, Any]] = {
     "pointwise_bwd_columns": (_GRADIENTS, PointwiseAccess(1, 8, lanes=32)),
     "reduce_rows": (ReduceSpec("square", "bf16", "f32", "f32"), ReduceAccess(capacity=128)),
     "reduce_columns": (ReduceSpec("square", "bf16", "f32", "f32"), ReduceAccess(8, lanes=16, threads=256)),
+    "row_norm_fwd, codes": _norm("inference", 4096, rms=True, codes=Codes("float8_e4m3fn", "given")),
+    "quantize": (QuantizeSpec(768, "bf16", "bf16", "silu", Codes("int8", "given")), QuantizeAccess()),
     "rotary": (RotarySpec(x="bf16", angles="bf16", cols=64, half=32), RotaryAccess(8, 128)),
     "softmax": (SoftmaxSpec("bf16", "b8", True), SoftmaxAccess(8, 128)),
     "softmax_long": (SoftmaxSpec("bf16", "b8", True), SoftmaxAccess(8, 49152)),

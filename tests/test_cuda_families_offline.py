@@ -25,12 +25,16 @@ from kernel_fusion.backends.cuda.device import KNOWN_DEVICES
 from kernel_fusion.backends.cuda.reduce import ReduceRule
 from kernel_fusion.config import cxx_compiler
 from kernel_fusion.core.activations import CODES
+from kernel_fusion.core.fields import kinds
+from kernel_fusion.core.quantize import Codes
 from kernel_fusion.core.spec import (
     BITS,
     ITEMSIZE,
     Operand,
     PointwiseAccess,
     PointwiseSpec,
+    QuantizeAccess,
+    QuantizeSpec,
     ReduceAccess,
     ReduceSpec,
     RotaryAccess,
@@ -42,6 +46,7 @@ from kernel_fusion.core.spec import (
 )
 
 _DTYPES = ("f32", "bf16", "f16", "f64")
+CODE_TYPES = kinds(Codes)["code"].names
 _SM90 = KNOWN_DEVICES[90]
 
 
@@ -139,6 +144,17 @@ def _rotary_kernels() -> Iterator[Kernel]:
         yield replace(spec, angles=t if t == "f64" else "f32", backward=True), access
 
 
+# Grid rationale. Rows in part of a warp, in one, in several, and too long for registers; in vectors of whole blocks of
+# columns and of single elements.
+def _quantize_kernels() -> Iterator[Kernel]:
+    """Codes of every type and scale, of rows and of a gate with an expensive activation."""
+    for t, cols, code, scales in product(_DTYPES, (60, 1000, 14336, 33333), CODE_TYPES, ("given", "row", "block")):
+        rows = RowAccess(min(16, ITEMSIZE[t] * (cols & -cols)))
+        yield QuantizeSpec(cols, t, codes=Codes(code, scales)), QuantizeAccess(rows)
+        gate = QuantizeSpec(cols, t, t, "gelu", Codes(code, scales, keeps=True))
+        yield gate, QuantizeAccess(rows, RowAccess(ITEMSIZE[t], True))
+
+
 @pytest.mark.parametrize("dtypes", [("bf16", "f16"), ("f16", "bf16")])
 def test_arithmetic_of_unlike_gradients_suits_the_more_exact(dtypes: tuple[str, str]) -> None:
     """A bf16 and an fp16 gradient together take the formulas of fp16, whose results have more digits."""
@@ -174,7 +190,9 @@ def test_rows_that_are_not_whole_vectors(repeats: bool) -> None:
 
 
 @each_strength
-@pytest.mark.parametrize("grid", [_pointwise_kernels, _reduce_kernels, _rotary_kernels, _softmax_kernels])
+@pytest.mark.parametrize(
+    "grid", [_pointwise_kernels, _quantize_kernels, _reduce_kernels, _rotary_kernels, _softmax_kernels]
+)
 def test_no_kernel_spills(grid: Callable[[], Iterator[Kernel]], strength: int) -> None:
     """Kernels with every pair of values, an architecture of each generation among these, keep all in registers."""
     assert_no_local_memory(lambda arch: grid() if arch in (80, 90, 120) else (), strength)

@@ -24,6 +24,7 @@ from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
 from kernel_fusion.backends.cuda.plan import Plan
 from kernel_fusion.backends.cuda.row_norm_plan import plan_row_norm
 from kernel_fusion.core.cache import CUBINS
+from kernel_fusion.core.quantize import Codes
 from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec, SumPartialsSpec
 from kernel_fusion.errors import CompileError
 
@@ -131,6 +132,16 @@ def _staged_norms(arch: int) -> Iterator[Kernel]:
             yield from _with_helpers(spec, planner.contiguous_access(spec), arch)
 
 
+# Grid rationale. Rows in part of a warp, of single elements, in a warp, and in warps that do the work of several.
+def _norms_with_codes(arch: int) -> Iterator[Kernel]:
+    """Codes after all stages: float8, which older architectures round in integers, and int8 beside y."""
+    codes = *(Codes("float8_e4m3fn", scales) for scales in ("given", "row", "block")), Codes("int8", "row", True)
+    for cols, stages, code in product((64, 255, 1024, 4096, 8192), ({}, *_STAGES.values()), codes):
+        for weight in ("bf16", "f32"):
+            spec = replace(planner.family(cols, "bf16", weight, **{**stages, "rms": True})[0], codes=code)
+            yield spec, planner.contiguous_access(spec)
+
+
 _OTHERS = [name for name in GENERATIONS if name != "hopper"]
 
 
@@ -140,6 +151,8 @@ _OTHERS = [name for name in GENERATIONS if name != "hopper"]
         pytest.param(_norms, 1, GENERATIONS, id="norms-some"),
         pytest.param(_norms, 2, GENERATIONS, id="norms-pairs", marks=pytest.mark.slow),
         pytest.param(_staged_norms, 1, GENERATIONS, id="staged-some"),
+        pytest.param(_norms_with_codes, 1, GENERATIONS, id="codes-some"),
+        pytest.param(_norms_with_codes, 2, GENERATIONS, id="codes-pairs", marks=pytest.mark.slow),
         pytest.param(_staged_norms, None, ["hopper"], id="staged-hopper", marks=pytest.mark.slow),
         pytest.param(_staged_norms, 2, _OTHERS, id="staged-pairs", marks=pytest.mark.slow),
     ],

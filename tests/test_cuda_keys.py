@@ -17,11 +17,14 @@ from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
 from kernel_fusion.backends.cuda.launch import Launch
 from kernel_fusion.config import cxx_compiler
 from kernel_fusion.core.fields import Several, is_struct, kinds, literal, numbers
+from kernel_fusion.core.quantize import Codes
 from kernel_fusion.core.spec import (
     Access,
     Operand,
     PointwiseAccess,
     PointwiseSpec,
+    QuantizeAccess,
+    QuantizeSpec,
     ReduceAccess,
     ReduceSpec,
     RotaryAccess,
@@ -73,6 +76,10 @@ KEYS: dict[str, tuple[Any, Any]] = {
     "pointwise_bwd_bits": (
         PointwiseSpec("first", "relu", False, "b1", None, dy="f32", da="f32"),
         PointwiseAccess(1, 4, aligned_positions=False),
+    ),
+    "quantize": (
+        QuantizeSpec(96, "bf16", "bf16", "silu", Codes("float8_e5m2", "block", keeps=True)),
+        QuantizeAccess(RowAccess(8, True), RowAccess(4)),
     ),
     "reduce": (ReduceSpec("abs", "bf16", "f16", "f32"), ReduceAccess(4, 8, 256, 64, False, True, False, 2, 4)),
     "rotary": (
@@ -153,7 +160,8 @@ def test_keys_are_what_cpp_writes(tmp_path: Path) -> None:
 def test_arguments_lie_as_the_compiler_has_them(tmp_path: Path) -> None:
     """Sizes and offsets of the structs that the Python launcher fills."""
     structs = {name: each for name, each in python_launch.args_structs().items() if hasattr(each, "_fields_")}
-    assert set(structs) == {"RowLayout", "RowGroups", "RowNormFwdArgs", "RowNormBwdArgs", "SumPartialsArgs"}
+    own = {"RowNormFwdArgs", "RowNormBwdArgs", "SumPartialsArgs"}
+    assert set(structs) == own | {"RowLayout", "RowGroups", "CodeArgs"}
 
     def layout() -> Iterator[tuple[str, int]]:
         for name, struct in structs.items():

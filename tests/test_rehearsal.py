@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from kernel_fusion.backends.cuda import planner
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
 from kernel_fusion.backends.cuda.rehearsal import rehearsal
 from kernel_fusion.cli.model_calls import calls_of
+from kernel_fusion.core.quantize import NO_CODES
+from kernel_fusion.core.spec import QuantizeSpec, RowNormSpec
 from kernel_fusion.operators import loader
 
 _H100 = KNOWN_DEVICES[90]
@@ -39,6 +42,8 @@ def _step(device: str) -> None:
     terms = kf.bias_act(x, b, "relu"), kf.gated_act(x, other, "silu"), kf.add_act(x, other, "tanh")
     s = kf.softmax(x, causal=True), kf.sum_squared(x), kf.mean_abs(x, 0), kf.mean_abs(x, -1)
     r = kf.rope(x.unflatten(-1, (4, 24)), *torch.randn(2, 2, 12, device=device), unsqueeze_dim=2)
+    with torch.no_grad():
+        kf.gated_act(x, other, "silu", out_dtype=kf.Quantize(torch.int8, per="row"))
     torch.stack([t.square().sum() for t in (y, h, z, m, *terms, *s, r)]).sum().backward()
 
 
@@ -68,6 +73,19 @@ def test_every_family_is_noted() -> None:
     met = noted(lambda: _step("cpu"))
     assert {type(spec) for spec, _ in met} == planner.KERNELS.keys()
     assert all(_source(spec, access) for spec, access in met)
+
+
+# Grid rationale. A row in a block's registers, and in a cluster's, which leaves codes to a kernel of their own.
+@pytest.mark.parametrize(("cols", "kernels"), [(4096, [RowNormSpec]), (65536, [RowNormSpec, QuantizeSpec])])
+def test_codes_of_a_norm(cols: int, kernels: list[type]) -> None:
+    """A norm's kernel makes its codes where it can, and sums rows as the norm without codes."""
+    x, codes = torch.randn(2, cols, dtype=torch.bfloat16), kf.Quantize(torch.float8_e4m3fn, per=128)
+    met = noted(torch.no_grad()(lambda: kf.rms_norm(x, cols, out_dtype=codes)))
+    assert [type(spec) for spec, _ in met] == kernels
+    spec, access = met[0]
+    assert isinstance(spec, RowNormSpec)
+    plan, plain = (planner.plan_for(each, access, _H100) for each in (spec, replace(spec, codes=NO_CODES)))
+    assert plan.order(spec) == plain.order(spec)
 
 
 def test_a_rehearsal_ends() -> None:

@@ -238,7 +238,6 @@ _QUANTISED = Suite(
     quick_parts=(Operations((*quantised.NORMS, *quantised.GATES), _fixed((2048, 4096))),),
     directions=("forward",),
     peers=("torch.compile", "flashinfer"),
-    backends={"cuda": ("triton",)},  # which has the only kernels there
     about="norms and gates whose results are float8, by every kind of scale, against chains of PyTorch's calls",
 )
 

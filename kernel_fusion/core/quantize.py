@@ -4,14 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
+
+from kernel_fusion.core.fields import Names
 
 # No code is -128.
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 # Columns that share a scale.
 BLOCK = 128
+
+_CODES = Names("CodeType", tuple(str(dtype).removeprefix("torch.") for dtype in LARGEST), optional=True)
+Scales = Annotated[str, Names("Scales", ("given", "row", "block"))]
+
+
+@dataclass(frozen=True)
+class Codes:
+    """What a kernel makes of v: codes, their scales, and v too where it `keeps` it."""
+
+    code: Annotated[str, _CODES] | None = None
+    scales: Scales = "given"
+    keeps: bool = False
+
+
+NO_CODES = Codes()
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,6 +14,7 @@ import torch
 
 from kernel_fusion.core.activations import CODES, IDENTITY
 from kernel_fusion.core.fields import Names, Several, marks
+from kernel_fusion.core.quantize import NO_CODES, Codes
 
 # Kernels also have booleans, and bits, eight to a byte.
 DTYPES = ("f16", "bf16", "f32", "f64")
@@ -134,6 +135,7 @@ class RowNormSpec(Stages):
         dresidual: whether the residual's or the gate's gradient is wanted.
         dgate: the residual's gate's; needs dresidual, which a pass for sums reads.
         one_row: whether a group is one row, so that its sums are the gradients.
+        codes: those that inference writes.
     """
 
     direction: Direction
@@ -150,6 +152,7 @@ class RowNormSpec(Stages):
     dresidual: bool = False
     dgate: bool = False
     one_row: bool = False
+    codes: Codes = NO_CODES
 
     @property
     def acc(self) -> str:
@@ -186,7 +189,8 @@ class RowNormSpec(Stages):
         parameters = f"{self.weight or '-'},{self.bias or '-'}"
         text = f"{norm}.{self.direction}[N={self.cols}, x={self.x}, y={self.y}, weight,bias={parameters}"
         defaults = {field.name: field.default for field in fields(self)}
-        for name in ("residual", *(field.name for field in fields(Stages)), "dh", "dresidual", "dgate", "one_row"):
+        stages = (field.name for field in fields(Stages))
+        for name in ("residual", *stages, "dh", "dresidual", "dgate", "one_row", "codes"):
             value = getattr(self, name)
             if value != defaults[name]:
                 text += f", {name}" if value is True else f", {name}={value}"
@@ -408,3 +412,27 @@ class SoftmaxAccess:
     x: RowAccess = RowAccess()
     other: RowAccess = RowAccess()
     mask_repeats: bool = False
+
+
+@dataclass(frozen=True)
+class QuantizeSpec:
+    """Codes of x, or of activation(x) * other."""
+
+    cols: int
+    x: Dtype
+    other: Dtype | None = None
+    activation: Activation = IDENTITY
+    codes: Codes = NO_CODES
+
+    @property
+    def acc(self) -> str:
+        """The compute type."""
+        return "f64" if self.x == "f64" else "f32"
+
+
+@dataclass(frozen=True)
+class QuantizeAccess:
+    """How x and other lie."""
+
+    x: RowAccess = RowAccess()
+    other: RowAccess = RowAccess()

@@ -74,13 +74,11 @@ def explain(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     tensors = [t for t in arguments.values() if isinstance(t, Tensor) and (t is not mask or t.dtype != torch.bool)]
     tensors = [t for t in tensors if t is not arguments.get("positions")]
     spread = _has_spread_rows(arguments)
-    options = {"out_dtype=Quantize": isinstance(arguments.get("out_dtype"), Quantize), "group": spread}
     reasons: dict[str, str] = {}
     chosen = None
     for candidate in BACKENDS:
         reason = None if candidate == "eager" else obstacle(candidate, name, tensors)
-        lacks = [without_kernels(option, candidate) for option, given in options.items() if given]
-        reason = next(filter(None, lacks), reason)
+        reason = (spread and without_kernels("group", candidate)) or reason
         if reason is None and wanted not in (None, candidate):
             reason = f"{wanted!r} was requested"
         if reason is None and wanted is None and candidate == "triton" and tensors[0].device.type == "cpu":

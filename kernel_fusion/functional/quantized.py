@@ -19,7 +19,7 @@ from kernel_fusion.backends.availability import is_foreign
 from kernel_fusion.backends.triton import under_autocast
 from kernel_fusion.config import check_backend_name, state
 from kernel_fusion.core import checks
-from kernel_fusion.core.combinations import refusal, without_kernels
+from kernel_fusion.core.combinations import refusal
 from kernel_fusion.core.quantize import Quantize
 from kernel_fusion.core.stages import FIRST, Given
 from kernel_fusion.errors import BackendUnavailableError
@@ -110,13 +110,16 @@ def _route(verb: str, name: str, backend: str | None, quantize: Quantize, tensor
 
 
 def _backend(verb: str, backend: str | None, input: Tensor) -> str | None:
-    """The backend that was asked for, or Triton on a GPU, where it has the only kernels; None for the device's own."""
+    """The backend that was asked for, or the best that runs on a GPU; None for the device's own."""
     check_backend_name(backend)
     wanted = backend or state.backend
-    if wanted is not None and (reason := without_kernels("out_dtype=Quantize", wanted)):
-        raise BackendUnavailableError(f"`{verb}`: backend {wanted!r} was requested, but {reason}")
     if wanted is None and input.device.type in ("cuda", "xpu"):
-        return "triton" if unavailable_reason("triton", input.device) is None else "eager"
+        for name in ("cuda", "triton"):
+            if unavailable_reason(name, input.device, "quantize") is None:
+                return name
+        return "eager"
+    if wanted == "cuda" and (reason := unavailable_reason(wanted, input.device, "quantize")):
+        raise BackendUnavailableError(f"`{verb}`: backend {wanted!r} was requested, but {reason}")
     return wanted
 
 

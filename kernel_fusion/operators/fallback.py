@@ -64,6 +64,8 @@ def take_over(device: str) -> None:
         for name in schemas.VERBS:
             for key in (f"Autograd{device}", device):
                 schemas.library.impl(name, _by_triton(name), key, allow_override=True)
+        for name in schemas.QUANTIZED:
+            schemas.library.impl(name, schemas.overload(f"triton_{name}"), device, allow_override=True)
 
 
 def _by_triton(name: str) -> Callable[..., Any]:

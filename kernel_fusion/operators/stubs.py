@@ -57,7 +57,8 @@ def _quantized_stub(name: str) -> Callable[..., Any]:
     operator = schemas.overload(name)
 
     def stub(*args: Any) -> Any:
-        if args[0].device.type == "cpu" and args[0].layout == torch.strided and loader.load():
+        unloaded = args[0].device.type in ("cpu", "cuda") and not loader.is_loaded()
+        if unloaded and args[0].layout == torch.strided and loader.load():
             return operator(*args)
         return arguments.checked(operator, quantized.DEFINITIONS[name])(*args)
 

@@ -16,7 +16,7 @@ class Launch:
         cluster: blocks that work together.
         shared_bytes: dynamic.
         persistent: no more blocks than run at once, which take turns.
-        splits_weight: dweight and dbias have a pass of their own.
+        splits: dweight and dbias, or codes, have a pass of their own.
         min_blocks: per multiprocessor that registers must allow.
         dependent: starts early, and waits for the previous kernel.
     """
@@ -27,6 +27,6 @@ class Launch:
     cluster: int = 1
     shared_bytes: int = 0
     persistent: bool = False
-    splits_weight: bool = False
+    splits: bool = False
     min_blocks: int = 1
     dependent: bool = False

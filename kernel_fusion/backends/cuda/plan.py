@@ -58,6 +58,8 @@ class Plan:
     helpers: int = 0  # warps without columns (kernels/row_stream.cuh): combiner, producer
     pace: Pace | None = None
     shifted: bool = False  # store whole sectors (kernels/shifted_store.cuh)
+    shares: int = 1  # warps of the tree that a warp executes
+    codes_apart: bool = False  # another kernel makes them of y
 
     @property
     def tiled(self) -> bool:
@@ -74,7 +76,7 @@ class Plan:
         """Threads per block."""
         if self.tiled or self.kernel == "row_norm_bwd_weight":
             return SMALL_ROW_THREADS
-        return self.per_block * self.lanes * self.warps // self.cluster + 32 * self.helpers
+        return self.per_block * self.lanes * self.warps // (self.cluster * self.shares) + 32 * self.helpers
 
     @property
     def least_per_block(self) -> int:
@@ -87,9 +89,9 @@ class Plan:
         return self.slots > 0 or self.kernel == "row_norm_bwd"
 
     @property
-    def splits_weight(self) -> bool:
-        """Whether dweight and dbias have a pass of their own."""
-        return self.sums == "apart"
+    def splits(self) -> bool:
+        """Whether dweight and dbias, or codes, have a pass of their own."""
+        return self.sums == "apart" or self.codes_apart
 
     def order(self, spec: RowNormSpec) -> tuple[object, ...]:
         """The key of the order of sums; sums over rows also depend on how many blocks run."""
@@ -112,7 +114,7 @@ class Plan:
         row = "row in registers" if self.resident else "row read again"
         row = "rows through shared memory" if self.slots or self.tiled else row
         sums = f", sums in {self.sums}" if self.sums in ("registers", "shared") else ""
-        split = ", weight gradients in a pass of their own" if self.splits_weight else ""
+        split = f", {'codes' if self.codes_apart else 'weight gradients'} in a pass of their own" if self.splits else ""
         helpers = ("", ", a warp combines sums", ", a warp combines sums, another copies rows")[self.helpers]
         stores = ", y stored by whole sectors" if self.shifted else ""
         return f"{shape}{helpers}, {self.vec}-element vectors, {row}{stores}{sums}{split}"

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from kernel_fusion.backends.cuda import compile as compiler
-from kernel_fusion.backends.cuda import pointwise, reduce, rotary, softmax, sum_partials
+from kernel_fusion.backends.cuda import pointwise, quantize, reduce, rotary, softmax, sum_partials
 from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.backends.cuda.launch import Launch
 from kernel_fusion.backends.cuda.plan import Plan
@@ -28,6 +28,8 @@ from kernel_fusion.core.spec import (
     Direction,
     PointwiseAccess,
     PointwiseSpec,
+    QuantizeAccess,
+    QuantizeSpec,
     ReduceAccess,
     ReduceSpec,
     RotaryAccess,
@@ -40,6 +42,7 @@ from kernel_fusion.core.spec import (
 )
 
 Spec = RowNormSpec | SumPartialsSpec | PointwiseSpec | ReduceSpec | SoftmaxSpec | SoftmaxBwdSpec | RotarySpec
+Spec |= QuantizeSpec
 
 
 class Kernel(NamedTuple):
@@ -59,6 +62,7 @@ KERNELS: dict[type, Kernel] = {
     SoftmaxSpec: Kernel(SoftmaxAccess, softmax.plan, softmax.source),
     SoftmaxBwdSpec: Kernel(SoftmaxAccess, softmax.plan, softmax.source_bwd),
     RotarySpec: Kernel(RotaryAccess, rotary.plan, rotary.source),
+    QuantizeSpec: Kernel(QuantizeAccess, quantize.plan, quantize.source),
 }
 
 # `Planner` of launcher.cpp: the key, then outputs.
@@ -182,7 +186,7 @@ def with_helpers(spec: RowNormSpec, plan: Plan) -> list[RowNormSpec | SumPartial
     """A call's kernels: that of `spec` and, after a backward with sums, those that finish them."""
     specs: list[RowNormSpec | SumPartialsSpec] = [spec]
     if spec.direction == "backward" and any(spec.column_sums) and not spec.one_row:
-        if plan.splits_weight:
+        if plan.splits:
             specs.append(weight_pass(spec))
         cols = 0 if spec.grouped else spec.cols
         first, second = (spec.weight if spec.grads[1] else None), (spec.bias if spec.grads[2] else None)

@@ -32,8 +32,8 @@ launches = 0
 @cache
 def args_structs() -> dict[str, Any]:
     """The row norms' argument structs by C++ names, read from the header."""
-    plain = (ctypes.c_void_p, ctypes.c_uint, ctypes.c_longlong, ctypes.c_double)
-    known: dict[str, Any] = dict(zip(("void*", "unsigned", "long long", "double"), plain, strict=True))
+    plain = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_longlong, ctypes.c_double)
+    known: dict[str, Any] = dict(zip(("void*", "float*", "unsigned", "long long", "double"), plain, strict=True))
     for name, body in re.findall(r"struct (\w+) {(.*?)\n};", re.sub("//.*", "", _ARGS_HEADER.read_text()), re.DOTALL):
         members = []
         for kind, words in re.findall(r"\s*(?:const )?(long long|\w+\*?) ([^;]+);", body):
@@ -249,7 +249,7 @@ def _launch_backward(  # pragma: gpu
     if not any(spec.grads[1:]):
         kernel.launch(grid, 1, device, args)
         return
-    split = _kernel(planner.weight_pass(spec), access, device.index) if plan.splits_weight else None
+    split = _kernel(planner.weight_pass(spec), access, device.index) if plan.splits else None
     tiles = -(-spec.cols // split.plan.per_block) if split else 1
     num_partials = max(1, min(-(-args.rows // 16), -(-split.max_blocks // tiles))) if split else grid // plan.cluster
     pitch = -(-spec.cols // sum_partials.COLS) * sum_partials.COLS

@@ -6,13 +6,22 @@ needs.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.backends.cuda.plan import SMALL_ROW_THREADS, Plan
 from kernel_fusion.backends.cuda.plan_backward import plan_backward
 from kernel_fusion.backends.cuda.plan_forward import plan_forward
+from kernel_fusion.backends.cuda.quantize import has_whole_blocks
+from kernel_fusion.backends.cuda.tree import ceil_div
 from kernel_fusion.backends.cuda.tuned import Facts
 from kernel_fusion.backends.cuda.user_table import Table, users_table
-from kernel_fusion.core.spec import Access, RowNormSpec
+from kernel_fusion.core.quantize import NO_CODES
+from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
+
+# With codes: bytes of a row in a thread with several warps' work; threads per multiprocessor that registers allow, of
+# these and of all others.
+_BYTES, _THREADS, _MOST_THREADS = 64, 1024, 768
 
 
 def plan_row_norm(spec: RowNormSpec, access: Access, device: Device) -> Plan:
@@ -22,6 +31,9 @@ def plan_row_norm(spec: RowNormSpec, access: Access, device: Device) -> Plan:
 
 def planned(spec: RowNormSpec, access: Access, device: Device, users: Table) -> tuple[Plan, Facts]:
     """The plan, and its facts. User rows that change no bits count."""
+    if spec.codes != NO_CODES:
+        plan, facts = planned(replace(spec, codes=NO_CODES), access, device, users)
+        return _with_codes(spec, plan), facts
     facts = Facts(spec, access, device, {})
     if spec.direction == "backward_weight":
         per_block = SMALL_ROW_THREADS * facts.vec
@@ -34,3 +46,21 @@ def planned(spec: RowNormSpec, access: Access, device: Device, users: Table) -> 
         if its_plan.order(spec) == plan.order(spec):
             return its_plan, its_facts
     return plan, facts
+
+
+def _with_codes(spec: RowNormSpec, plan: Plan) -> Plan:
+    """The plan of y, whose kernel makes the codes too if one block has the row in registers.
+
+    Not LayerNorm's: compilers contract the products of its mean in one kernel and not in another, which changes y.
+    """
+    whole = spec.codes.scales != "block" or has_whole_blocks(plan)
+    if not spec.rms or plan.kernel != "row_norm_fwd" or plan.cluster > 1 or not whole:
+        return replace(plan, codes_apart=True)
+    # Instructions bound it, not memory: one warp with several warps' work saves some.
+    held = ceil_div(spec.cols, 32 * plan.warps) * ITEMSIZE[spec.row]
+    shares = next(n for n in (4, 2, 1) if n == 1 or (plan.warps % n == 0 and n * held <= _BYTES))
+    plan = replace(plan, shifted=False, shares=shares)
+    narrow = spec.weight is None or ITEMSIZE[spec.weight] == 2
+    most = _MOST_THREADS // plan.threads
+    blocks = min(plan.min_blocks, most) if shares == 1 else _THREADS // plan.threads if narrow else most
+    return replace(plan, min_blocks=max(1, blocks))

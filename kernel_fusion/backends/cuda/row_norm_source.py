@@ -8,6 +8,7 @@ from kernel_fusion.backends.cuda.plan import Plan
 from kernel_fusion.backends.cuda.source import Source
 from kernel_fusion.core.activations import IDENTITY
 from kernel_fusion.core.fields import constant, constants
+from kernel_fusion.core.quantize import NO_CODES
 from kernel_fusion.core.spec import ROWS, VECTORS, Access, RowNormSpec, Stages
 
 _OPTIONS = tuple(field.name for field in fields(Stages) if field.name not in (*ROWS, *VECTORS))
@@ -56,6 +57,9 @@ def _types(spec: RowNormSpec, backward: bool) -> dict[str, str | None]:
 def _forward_constants(spec: RowNormSpec, access: Access, plan: Plan) -> dict[str, int | str]:
     return {
         **constants(plan, "center", "helpers", "shifted"),
+        **constants(NO_CODES if plan.splits else spec.codes, "code", "scales", "keeps"),
+        "kShares": plan.shares,
+        "kResident": plan.resident,
         "kStats": spec.direction == "forward",
         "kAlignY": access.y,
         "kAhead": plan.variant == "ahead",

@@ -5,6 +5,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include "pointwise.h"
+#include "quantize.h"
 #include "reduce.h"
 #include "rotary.h"
 #include "row_norm.h"
@@ -26,6 +27,9 @@ struct Backend {
   SoftmaxBwdKernel* softmax_bwd = nullptr;
   RotaryKernel* rotary = nullptr;
   RotaryBwdKernel* rotary_bwd = nullptr;
+  QuantizeKernel* quantize = nullptr;
+  QuantizedNormKernel* quantized_row_norm = nullptr;
+  QuantizedGateKernel* quantized_gate = nullptr;
 };
 // The CPU's kernel; in a rehearsal CUDA's is looked for before.
 template <auto cpu, auto cuda> struct Rehearsed;
@@ -46,11 +50,14 @@ inline constexpr Backend kCpu{c10::DispatchKey::CPU,
                               Rehearsed<&softmax_cpu, &softmax_cuda>::run,
                               Rehearsed<&softmax_bwd_cpu, &softmax_bwd_cuda>::run,
                               Rehearsed<&rotary_cpu, &rotary_cuda>::run,
-                              Rehearsed<&rotary_bwd_cpu, &rotary_bwd_cuda>::run};
+                              Rehearsed<&rotary_bwd_cpu, &rotary_bwd_cuda>::run,
+                              Rehearsed<&quantize_cpu, &quantize_cuda>::run,
+                              Rehearsed<&quantized_row_norm_cpu, &quantized_row_norm_cuda>::run,
+                              Rehearsed<&quantized_gate_cpu, &quantized_gate_cuda>::run};
 // clang-format off
 inline constexpr Backend kCuda{c10::DispatchKey::CUDA, c10::DeviceType::CUDA, forward_cuda, backward_cuda, pointwise_cuda,
                                pointwise_bwd_cuda, pointwise_bwd_columns_cuda, reduce_cuda, softmax_cuda, softmax_bwd_cuda,
-                               rotary_cuda, rotary_bwd_cuda};
+                               rotary_cuda, rotary_bwd_cuda, quantize_cuda, quantized_row_norm_cuda, quantized_gate_cuda};
 inline constexpr Backend kMeta{c10::DispatchKey::Meta, c10::DeviceType::Meta};
 // clang-format on
 

@@ -1,4 +1,4 @@
-// The operators of quantised results on the CPU: checks, allocation, registration. Shapes for tracing come from Python
+// The operators of quantised results: checks, allocation, registration. Shapes for tracing come from Python
 // (operators/meta.py), and so does what serves other devices (operators/quantized.py).
 #include "quantize.h"
 
@@ -39,34 +39,35 @@ void check(const Quantize& q, const Tensor& input) {
 
 std::tuple<Tensor, Tensor> results(Quantized&& quantized) { return {std::move(quantized.values), std::move(quantized.scales)}; }
 
+template <const Backend& backend>
 std::tuple<Tensor, Tensor> quantize(const Tensor& input, at::ScalarType dtype, const OptionalTensor& scale, int64_t block) {
   const Quantize q{dtype, scale, block};
   check(q, input);
   check_memory(input);
   TORCH_CHECK(readable(input), "kernel_fusion::quantize: arguments that its kernels do not take");
   Quantized to(q, input);
-  if (input.numel()) quantize_cpu(input, q, to);
+  if (input.numel()) backend.quantize(input, q, to);
   else to.scales.fill_(1.0);  // of rows without columns
   return results(std::move(to));
 }
 
 // A result that was computed apart, and its codes.
-std::tuple<Tensor, Tensor, Tensor> quantized(Tensor y, const Quantize& q) {
-  auto [values, scales] = quantize(y, q.dtype, q.scale, q.block);
+template <const Backend& backend> std::tuple<Tensor, Tensor, Tensor> quantized(Tensor y, const Quantize& q) {
+  auto [values, scales] = quantize<backend>(y, q.dtype, q.scale, q.block);
   if (!q.keeps) y = at::empty({0}, y.options());
   return {std::move(values), std::move(scales), std::move(y)};
 }
 
 using QuantizedNorm = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-QuantizedNorm quantized_row_norm(const ForwardCall& call, const Quantize& q) {
+template <const Backend& backend> QuantizedNorm quantized_row_norm(const ForwardCall& call, const Quantize& q) {
   check(q, call.input);
   TORCH_CHECK(present(q.scale) || call.num_dims == 1, "kernel_fusion: scales of rows go with one normalised dimension, got ",
               call.num_dims);
   if (!accepts(call) || call.input.numel() == 0) {
     static const auto op = find_op<StagedResult>("kernel_fusion::staged_row_norm", staged_call);
     auto [y, h] = call_operator(op, call);
-    return std::tuple_cat(quantized(std::move(y), q), std::tuple(std::move(h)));
+    return std::tuple_cat(quantized<backend>(std::move(y), q), std::tuple(std::move(h)));
   }
   with_tensors(call, check_all_memory);
   const auto options = call.input.options();
@@ -76,10 +77,11 @@ QuantizedNorm quantized_row_norm(const ForwardCall& call, const Quantize& q) {
                  ? at::empty(call.input.sizes(), options.dtype(call.residual->scalar_type()), at::MemoryFormat::Contiguous)
                  : at::empty({0}, options);
   Quantized to(q, call.input);
-  quantized_row_norm_cpu(call, q, y, h, to);
+  backend.quantized_row_norm(call, q, y, h, to);
   return std::tuple_cat(results(std::move(to)), std::tuple(std::move(y), std::move(h)));
 }
 
+template <const Backend& backend>
 std::tuple<Tensor, Tensor, Tensor> quantized_gate(const Tensor& gate, const Tensor& value, std::string_view activation,
                                                   at::ScalarType dtype, const OptionalTensor& scale, int64_t block,
                                                   bool keeps) {
@@ -88,33 +90,36 @@ std::tuple<Tensor, Tensor, Tensor> quantized_gate(const Tensor& gate, const Tens
   const PointwiseCall call{gate, value, "gate", activation, 1.0, 0.0, kAbsent};
   const bool alike = gate.sizes() == value.sizes() && gate.scalar_type() == value.scalar_type();
   if (!accepts(call) || !alike || gate.numel() == 0 || gate.dim() == 0)
-    return quantized(accepts(call) ? pointwise(kCpu, call) : reference(call), q);
+    return quantized<backend>(accepts(call) ? pointwise(backend, call) : reference(call), q);
   check_all_memory(gate, value);
   Tensor y = keeps ? at::empty(gate.sizes(), gate.options(), at::MemoryFormat::Contiguous) : at::empty({0}, gate.options());
   Quantized to(q, gate);
-  quantized_gate_cpu(gate, value, code_of(activation), q, y, to);
+  backend.quantized_gate(gate, value, code_of(activation), q, y, to);
   return std::tuple_cat(results(std::move(to)), std::tuple(std::move(y)));
 }
 
 // The operator of the norms, whose last arguments are those of the stages.
-template <class> struct NormOperator;
-template <class... Stages> struct NormOperator<Types<Stages...>> {
+template <const Backend& backend, class> struct NormOperator;
+template <const Backend& backend, class... Stages> struct NormOperator<backend, Types<Stages...>> {
   static QuantizedNorm run(const Tensor& input, const OptionalTensor& residual, at::ScalarType dtype,
                            const OptionalTensor& scale, int64_t block, bool keeps, int64_t num_dims,
                            const OptionalTensor& weight, const OptionalTensor& bias, double eps, double weight_offset,
                            OptionalDtype out_dtype, bool rms, Stages... stages) {
-    return quantized_row_norm(
+    return quantized_row_norm<backend>(
         staged_call(input, residual, num_dims, weight, bias, eps, weight_offset, out_dtype, rms, stages...),
         {dtype, scale, block, keeps});
   }
 };
 
+template <const Backend& backend> void implement_quantized(torch::Library& m) {
+  m.impl("quantize", quantize<backend>);
+  m.impl("quantized_row_norm", NormOperator<backend, StageArguments>::run);
+  m.impl("quantized_gate", quantized_gate<backend>);
+}
+
 }  // namespace
 
-TORCH_LIBRARY_IMPL(kernel_fusion, CPU, m) {
-  m.impl("quantize", quantize);
-  m.impl("quantized_row_norm", NormOperator<StageArguments>::run);
-  m.impl("quantized_gate", quantized_gate);
-}
+TORCH_LIBRARY_IMPL(kernel_fusion, CPU, m) { implement_quantized<kCpu>(m); }
+TORCH_LIBRARY_IMPL(kernel_fusion, CUDA, m) { implement_quantized<kCuda>(m); }
 
 }  // namespace kf

@@ -21,11 +21,14 @@ struct Quantized {
 };
 
 // Those of the rows of v, its last dimension.
-void quantize_cpu(const Tensor& v, const Quantize& quantize, Quantized& to);
+using QuantizeKernel = void(const Tensor& v, const Quantize& quantize, Quantized& to);
+QuantizeKernel quantize_cpu, quantize_cuda;
 // Those of a norm's y, and h as in `ForwardKernel`; y is defined where it is kept.
-void quantized_row_norm_cpu(const ForwardCall& call, const Quantize& quantize, Tensor& y, Tensor& h, Quantized& to);
+using QuantizedNormKernel = void(const ForwardCall& call, const Quantize& quantize, Tensor& y, Tensor& h, Quantized& to);
+QuantizedNormKernel quantized_row_norm_cpu, quantized_row_norm_cuda;
 // Those of activation(gate) * value, of one shape and type; y likewise.
-void quantized_gate_cpu(const Tensor& gate, const Tensor& value, int32_t activation, const Quantize& quantize, Tensor& y,
-                        Quantized& to);
+using QuantizedGateKernel = void(const Tensor& gate, const Tensor& value, int32_t activation, const Quantize& quantize,
+                                 Tensor& y, Quantized& to);
+QuantizedGateKernel quantized_gate_cpu, quantized_gate_cuda;
 
 }  // namespace kf

@@ -2,7 +2,7 @@
 #include <ATen/ops/empty.h>
 
 #include "backends.h"
-#include "cuda/launcher.h"
+#include "cuda/codes.h"
 #include "cuda/sum_partials.h"
 
 namespace kf {
@@ -54,10 +54,6 @@ int own_alignment(int64_t cols, at::ScalarType type) {
   return alignment_of(reinterpret_cast<const void*>(cols * static_cast<int64_t>(c10::elementSize(type))));
 }
 
-void check_length(int64_t cols) {
-  if (cols > INT32_MAX) driver::fail("rows of more than 2^31 - 1 elements are not supported, got N = " + std::to_string(cols));
-}
-
 // Launches on `grid` blocks for each group, in as many launches as the second coordinate of a grid takes.
 template <class Args>
 void launch_groups(const LoadedKernel& kernel, int64_t grid, int64_t groups, driver::Stream stream, Args& args) {
@@ -68,66 +64,96 @@ void launch_groups(const LoadedKernel& kernel, int64_t grid, int64_t groups, dri
   }
 }
 
-RowNormSpec forward_spec(const ForwardCall& call, int64_t cols) {
-  RowNormSpec spec{.direction = call.wants_stats ? Direction::kForward : Direction::kInference,
-                   .rms = call.rms,
-                   .cols = static_cast<int>(cols),
-                   .x = cpu_dtype(call.input.scalar_type()),
-                   .y = cpu_dtype(call.y_dtype()),
-                   .weight = dtype_or_absent(dtype_of(call.weight)),
-                   .bias = dtype_or_absent(dtype_of(call.bias)),
-                   .offset = call.weight_offset != 0.0,
-                   .grads = {},
-                   .residual = dtype_or_absent(dtype_of(call.residual))};
-  describe(call, call, spec);
-  return spec;
-}
+// The tensors of a forward as its kernels read them.
+struct ForwardInputs {
+  Rows x;
+  Groups groups;
+  std::optional<Rows> other;
+  ColumnVectors vectors;
+
+  explicit ForwardInputs(const ForwardCall& call)
+      : x(rows_of(call.input, call.num_dims)), groups(groups_of(call)), other(rows_of(call.other(), call.num_dims)),
+        vectors(call, call.bias) {
+    check_length(x.cols);
+  }
+
+  RowNormSpec spec(const ForwardCall& call) const {
+    RowNormSpec spec{.direction = call.wants_stats ? Direction::kForward : Direction::kInference,
+                     .rms = call.rms,
+                     .cols = static_cast<int>(x.cols),
+                     .x = cpu_dtype(call.input.scalar_type()),
+                     .y = cpu_dtype(call.y_dtype()),
+                     .weight = dtype_or_absent(dtype_of(call.weight)),
+                     .bias = dtype_or_absent(dtype_of(call.bias)),
+                     .offset = call.weight_offset != 0.0,
+                     .grads = {},
+                     .residual = dtype_or_absent(dtype_of(call.residual))};
+    describe(call, call, spec);
+    return spec;
+  }
+
+  Access access(const Tensor& y) const {
+    const auto row_bytes = (x.cols * y.element_size()) & 15;
+    return {.x = x.alignment,
+            .y = alignment_of(static_cast<const char*>(y.const_data_ptr()) + row_bytes),
+            .weight = vectors.alignment(),
+            .strided_x = x.strided,
+            .residual = other ? other->alignment : 16,
+            .strided_residual = other && other->strided};
+  }
+
+  void launch(const LoadedKernel& kernel, const ForwardCall& call, const Tensor& y, const Tensor& stats, const Tensor& h,
+              const CodeArgs& codes, driver::Stream stream) const {
+    RowNormFwdArgs args{x.data(),
+                        data_or_null(vectors.weight.tensor),
+                        data_or_null(vectors.bias.tensor),
+                        y.data_ptr(),
+                        nullptr,
+                        nullptr,
+                        x.rows / groups.count,
+                        x.layout,
+                        call.eps,
+                        call.weight_offset};
+    args.groups = vectors.of(groups);
+    args.gate = data_or_null(vectors.gate.tensor);
+    args.codes = codes;
+    if (call.wants_stats) {
+      const Stats s(stats, x.rows, call.rms);
+      args.mean = s.mean;
+      args.rstd = s.rstd;
+    }
+    if (other) {
+      args.residual = other->data();
+      args.residual_rows = other->layout;
+    }
+    if (h.defined()) args.h = h.data_ptr();
+    if (call.dropout) {
+      args.seed = call.seed()->const_data_ptr();
+      args.dropout_last = call.dropout.last();
+      args.dropout_scale = call.dropout.scale();
+    }
+    launch_groups(kernel, kernel.grid(args.rows, groups.count), groups.count, stream, args);
+  }
+};
 
 }  // namespace
 
 void forward_cuda(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
-  const Rows x = rows_of(call.input, call.num_dims);
-  const Groups groups = groups_of(call);
-  check_length(x.cols);
-  const auto other = rows_of(call.other(), call.num_dims);
-  const ColumnVectors vectors(call, call.bias);
-  const auto row_bytes = (x.cols * y.element_size()) & 15;
-  const Access access{.x = x.alignment,
-                      .y = alignment_of(static_cast<const char*>(y.const_data_ptr()) + row_bytes),
-                      .weight = vectors.alignment(),
-                      .strided_x = x.strided,
-                      .residual = other ? other->alignment : 16,
-                      .strided_residual = other && other->strided};
+  const ForwardInputs inputs(call);
   const OnDevice on(call.input.device());
-  const auto& kernel = find_kernel({call.input.device(), forward_spec(call, x.cols), access}, on.stream);
-  RowNormFwdArgs args{x.data(),
-                      data_or_null(vectors.weight.tensor),
-                      data_or_null(vectors.bias.tensor),
-                      y.data_ptr(),
-                      nullptr,
-                      nullptr,
-                      x.rows / groups.count,
-                      x.layout,
-                      call.eps,
-                      call.weight_offset};
-  args.groups = vectors.of(groups);
-  args.gate = data_or_null(vectors.gate.tensor);
-  if (call.wants_stats) {
-    const Stats s(stats, x.rows, call.rms);
-    args.mean = s.mean;
-    args.rstd = s.rstd;
-  }
-  if (other) {
-    args.residual = other->data();
-    args.residual_rows = other->layout;
-  }
-  if (h.defined()) args.h = h.data_ptr();
-  if (call.dropout) {
-    args.seed = call.seed()->const_data_ptr();
-    args.dropout_last = call.dropout.last();
-    args.dropout_scale = call.dropout.scale();
-  }
-  launch_groups(kernel, kernel.grid(args.rows, groups.count), groups.count, on.stream, args);
+  const auto& kernel = find_kernel({call.input.device(), inputs.spec(call), inputs.access(y)}, on.stream);
+  inputs.launch(kernel, call, y, stats, h, {}, on.stream);
+}
+
+void quantized_row_norm_cuda(const ForwardCall& call, const Quantize& quantize, Tensor& y, Tensor& h, Quantized& to) {
+  const ForwardInputs inputs(call);
+  const OnDevice on(call.input.device());
+  auto spec = inputs.spec(call);
+  spec.codes = codes_of(quantize, inputs.x.cols);
+  const auto& kernel = find_kernel({call.input.device(), spec, inputs.access(y)}, on.stream);
+  const Tensor whole = kernel.splits && !quantize.keeps ? at::empty(call.input.sizes(), y.options()) : y;
+  inputs.launch(kernel, call, whole, {}, h, code_args(quantize, inputs.x.rows, to), on.stream);
+  if (kernel.splits) quantize_cuda(whole, quantize, to);
 }
 
 namespace {
@@ -243,7 +269,7 @@ void backward_cuda(const BackwardCall& call, RowNormGradients& to) {
   if (!wants_dweight && !wants_dbias && !wants_dgate) return launch_groups(kernel, grid, groups, on.stream, args);
 
   spec.direction = Direction::kBackwardWeight;
-  const auto* split = kernel.splits_weight ? &find_kernel({device, spec, access}, on.stream) : nullptr;
+  const auto* split = kernel.splits ? &find_kernel({device, spec, access}, on.stream) : nullptr;
   const int64_t column_tiles = split ? split->grid(cols) : 1;
   // Split: enough slabs of rows to fill the device, at least 16 rows each.
   const int64_t num_partials =

@@ -7,10 +7,12 @@
 // with stages; row_norm_fwd_long.cuh takes longer rows.
 #pragma once
 
+#include "codes.cuh"
 #include "dependent_launch.cuh"
 #include "moments.cuh"
 #include "shifted_store.cuh"
 #include "stages.cuh"
+#include "stretches.cuh"
 
 namespace kf {
 
@@ -72,7 +74,8 @@ template <class S> struct ForwardRow {
   const Beside<S>* beside;
   const RowNormFwdArgs& args;
 
-  __device__ ForwardRow(const RowNormFwdArgs& args, const P& at)
+  template <class At>
+  __device__ ForwardRow(const RowNormFwdArgs& args, const At& at)
       : ForwardRow(args, static_cast<i64>(blockIdx.x / S::kCluster) * S::kRows + at.row) {}
   __device__ ForwardRow(const RowNormFwdArgs& args, i64 wanted) : args(args) {
     live = S::kRows == 1 || wanted < args.rows;
@@ -108,17 +111,43 @@ template <class S> struct ForwardRow {
   }
 };
 
-// From this thread's warp's moments to what makes y; also stores the row's statistics.
+// The moments of this thread's warp, and how they reach the row's other warps.
+template <class S, class X> __device__ Moments<S> moments_of(const Place<S>& at, const X& x_at) {
+  return moments_of_warp<S>(at, x_at);
+}
+template <class S> __device__ void put_moments(Exchange<S>& exchange, const Place<S>& at, const Moments<S>& moments) {
+  exchange.put(at.warp, at.lane, moments.mean, moments.squares);
+}
+
+// The same of the warps whose work this thread's warp does. Alone, it is the row's.
+template <class S> struct MomentsOfStretches : Moments<S> {
+  Moments<S> of[S::kShares];
+};
+template <class S, class X> __device__ MomentsOfStretches<S> moments_of(const Stretches<S>& at, const X& x_at) {
+  MomentsOfStretches<S> moments;
+#pragma unroll
+  for (int k = 0; k < S::kShares; ++k)
+    moments.of[k] = moments_of_warp<S>(at.of[k], [&](int i) { return x_at(k * Place<S>::kVectors + i); });
+  moments.mean = moments.of[0].mean;
+  moments.squares = moments.of[0].squares;
+  return moments;
+}
 template <class S>
-__device__ Affine<S> affine_of_row(const RowNormFwdArgs& args, const Place<S>& at, const ForwardRow<S>& row,
-                                   const Moments<S>& moments) {
+__device__ void put_moments(Exchange<S>& exchange, const Stretches<S>& at, const MomentsOfStretches<S>& moments) {
+#pragma unroll
+  for (int k = 0; k < S::kShares; ++k) exchange.put(at.of[k].warp, at.lane, moments.of[k].mean, moments.of[k].squares);
+}
+
+// From these to what makes y; also stores the row's statistics.
+template <class S, class At, class M>
+__device__ Affine<S> affine_of_row(const RowNormFwdArgs& args, const At& at, const ForwardRow<S>& row, const M& moments) {
   using A = typename S::Acc;
   A mean = moments.mean, squares = moments.squares;
   if constexpr (S::kWarps > 1) {
     __shared__ A slots[S::kWarps][2];
     Exchange<S> exchange{slots};
     if constexpr (S::kCluster > 1) cluster_wait();
-    exchange.put(at.warp, at.lane, moments.mean, moments.squares);
+    put_moments(exchange, at, moments);
     exchange.barrier();
     const auto joined = join_moments<S>(at.lane, slots);
     mean = joined.mean;
@@ -129,11 +158,19 @@ __device__ Affine<S> affine_of_row(const RowNormFwdArgs& args, const Place<S>& a
   return {mean, rstd};
 }
 
+// Codes bound a kernel by its instructions: a warp then does several warps' work, which saves some.
+template <class S, bool = kHasCodes<S>> struct Executor {
+  using type = Place<S>;
+};
+template <class S> struct Executor<S, true> {
+  using type = Stretches<S>;
+};
+
 template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
   using A = typename S::Acc;
-  using P = Place<S>;
-  constexpr int kVec = S::kVec, kVectors = P::kVectors;
-  const P at;
+  using At = typename Executor<S>::type;
+  constexpr int kVec = S::kVec, kVectors = At::kVectors;
+  const At at;
   const ForwardRow<S> row(args, at);
   if constexpr (S::kCluster > 1) cluster_arrive();
   wait_for_previous_kernel(row.x + at.first);
@@ -154,7 +191,7 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
   Pack<typename S::Weight, kVec> weights[kTogether];
   Pack<typename S::Bias, kVec> biases[kTogether];
   Pack<LastFactor<S>, kVec> factors[kTogether];
-  const auto load_parameters = [&](const P& of, int first) {
+  const auto load_parameters = [&](const At& of, int first) {
 #pragma unroll
     for (int i = 0; i < kTogether && first + i < kVectors; ++i) {
       weights[i] = load_weight<S>(args, of.col(first + i));
@@ -172,15 +209,15 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
 
   // LayerNorm reads the row three times and widens it each time; RMSNorm has registers to widen it once, which is
   // faster.
-  const Moments<S> moments = moments_of_warp<S>(at, [&](int k) {
+  const auto moments = moments_of<S>(at, [&](int k) {
     if constexpr (!S::kRms) keep_packed(resident[k]);
     return resident[k];
   });
   if constexpr (S::kEarly) load_parameters(at, 0);
   const Affine<S> affine = affine_of_row<S>(args, at, row, moments);
   // With kAnew columns are recomputed for y, because keeping `at` would take registers.
-  const P place = [&] {
-    if constexpr (S::kAnew) return P::anew();
+  const At place = [&] {
+    if constexpr (S::kAnew) return At::anew();
     return at;
   }();
   auto* const y = row.y();
@@ -191,7 +228,16 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
     if constexpr (!S::kRms) keep_packed(pack);
     affine.unrounded(pack, weights[i % kTogether], biases[i % kTogether], factors[i % kTogether], args.weight_offset, v);
   };
-  if constexpr (S::kShifted) {
+  if constexpr (kHasCodes<S>) {
+    const RowCodes<S, typename S::Y, At> codes{args.codes, place, row.index, row.live};
+    codes.store([&](int i) {
+      A v[kVec];
+      y_at(i, v);
+      const auto pack = narrow_pack<typename S::Y>(v);
+      if constexpr (S::kKeeps) row.store_y(y, place.col(i), pack);
+      return pack;
+    });
+  } else if constexpr (S::kShifted) {
     store_shifted<S>(y, place, y_at);
   } else {
 #pragma unroll

@@ -71,6 +71,9 @@ template <class T, int kVec> __device__ void keep_packed(Pack<T, kVec>& pack) {
 }
 
 template <int kBytes> struct Word;
+template <> struct Word<1> {
+  using type = unsigned char;
+};
 template <> struct Word<2> {
   using type = unsigned short;
 };
@@ -155,6 +158,7 @@ template <int kVec> __device__ void store_bits(void* base, i64 i, i64 size, Pack
 }
 
 // One store instruction: the compiler may split a plain one.
+__device__ inline void store_word(void* p, unsigned char v) { *static_cast<unsigned char*>(p) = v; }
 __device__ inline void store_word(void* p, unsigned short v) { *static_cast<unsigned short*>(p) = v; }
 __device__ inline void store_word(void* p, unsigned v) { *static_cast<unsigned*>(p) = v; }
 __device__ inline void store_word(void* p, uint2 v) {

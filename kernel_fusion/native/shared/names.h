@@ -12,6 +12,8 @@
 namespace kf {
 
 enum class Counter : int { kCpuForward = 0, kCpuBackward = 1, kCudaLaunch = 2 };
+enum class CodeType : int { kAbsent = -1, kInt8 = 0, kFloat8E4m3fn = 1, kFloat8E5m2 = 2 };
+enum class Scales : int { kGiven = 0, kRow = 1, kBlock = 2 };
 enum class Rounding : int { kOnce = 0, kHf = 1 };
 enum class Dtype : int { kAbsent = -1, kHalf = 0, kBFloat16 = 1, kFloat = 2, kDouble = 3, kBool = 4, kBit = 5 };
 enum class Direction : int { kInference = 0, kForward = 1, kBackward = 2, kBackwardWeight = 3 };

@@ -21,6 +21,13 @@ struct RowGroups {
   long long gate_pitch;
 };
 
+// Contiguous codes of rows; their scales, that of block b of row r at b * rows + r, or the one that is given.
+struct CodeArgs {
+  void* codes;
+  float* scales;
+  long long rows;
+};
+
 // h = residual + gate * dropout(pre_activation(x)), y = activation((h - mean) * rstd * (weight_offset + weight) +
 // bias). Null: absent. The second group is for stages. A row's gate takes the residual's place: h = x * act(gate), not
 // stored, or y times act(gate).
@@ -44,6 +51,7 @@ struct RowNormFwdArgs {
   double dropout_scale;
   RowGroups groups;  // samples
   const void* gate;  // of the residual
+  CodeArgs codes;
 };
 
 // dx and dresidual, and a block's or cluster's partial rows.

@@ -24,6 +24,10 @@ inline int64_t dividing_power(int64_t n, int64_t most) {
   return most;
 }
 
+inline void check_length(int64_t cols) {
+  if (cols > INT32_MAX) driver::fail("rows of more than 2^31 - 1 elements are not supported, got N = " + std::to_string(cols));
+}
+
 // The alignment of everything at p plus multiples of `steps` bytes, up to vectors of `vector_bytes`.
 inline int32_t alignment_within(const void* p, int64_t steps, int64_t vector_bytes) {
   const auto bits = reinterpret_cast<uintptr_t>(p) | static_cast<uintptr_t>(steps);

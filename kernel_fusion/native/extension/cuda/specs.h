@@ -6,6 +6,12 @@
 
 namespace kf {
 
+struct Codes {
+  CodeType code = CodeType::kAbsent;
+  Scales scales = Scales::kGiven;
+  int keeps = 0;
+};
+
 struct RowNormSpec {
   static constexpr int kKernel = 0;
   int pre_activation = 0, activation = 0, dropout = 0;
@@ -19,6 +25,7 @@ struct RowNormSpec {
   int offset = 0, grads[3] = {1, 1, 1};
   Dtype residual = Dtype::kAbsent;
   int dh = 0, dresidual = 0, dgate = 0, one_row = 0;
+  Codes codes = {};
 };
 
 struct Access {
@@ -93,17 +100,29 @@ struct RotaryAccess {
   int vec = 1, threads = 32, positions = 0, align = 16, align_out = 16, align_angles = 16;
 };
 
+struct QuantizeSpec {
+  static constexpr int kKernel = 7;
+  int cols;
+  Dtype x, other = Dtype::kAbsent;
+  int activation = 0;
+  Codes codes = {};
+};
+
+struct QuantizeAccess {
+  RowAccess x = {}, other = {};
+};
+
 struct ReduceRule {
   int chunk_bytes = 65536, column_threads = 256, column_blocks = 4, rows_per_thread = 8, lanes = 16, lanes_of_chunks = 8,
       few_rows = 16, few_threads = 64, all_threads = 512, filled[2] = {5, 9}, all_bytes = 8;
 };
 
 struct Launch {
-  int threads = 32, per_block = 1, least_per_block = 0, cluster = 1, shared_bytes = 0, persistent = 0, splits_weight = 0,
-      min_blocks = 1, dependent = 0;
+  int threads = 32, per_block = 1, least_per_block = 0, cluster = 1, shared_bytes = 0, persistent = 0, splits = 0, min_blocks =
+      1, dependent = 0;
 };
 
-inline constexpr int kKeyFields = 35;
+inline constexpr int kKeyFields = 38;
 inline constexpr int kVectorBytes = 16;
 inline constexpr int kPartialCols = 32;
 

@@ -1,0 +1,292 @@
+// Codes and scales of a row v that is computed vector by vector (backends/eager/quantize.py, bit for bit):
+// code = round(clamp(v / s)), s = max |v| / largest code, or 1 for 0.
+//
+// Shuffles find the largest of a vector's neighbours, shared memory that of a row. A quotient of 16-bit v takes two
+// instructions. Float8 is rounded by one of sm_89 and newer, else in integers.
+#pragma once
+
+#include "shared/names.h"
+#include "shared/row_norm_args.h"
+#include "tree.cuh"
+#include "vectors.cuh"
+
+namespace kf {
+
+constexpr int kScaleBlock = 128;  // columns that share a scale
+
+// The largest code, and codes of two or four quotients, the first one lowest.
+template <CodeType> struct Code;
+
+template <> struct Code<CodeType::kInt8> {
+  static constexpr float kLargest = 127;
+  // NaN has the code 0.
+  static __device__ int whole(float q) {
+    float least;
+    int code;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(q), "f"(-kLargest));
+    asm("cvt.rni.s32.f32 %0, %1;" : "=r"(code) : "f"(least));
+    return code;
+  }
+  static __device__ unsigned two(float low, float high, unsigned above = 0) {
+    unsigned codes;
+    asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(codes) : "r"(whole(high)), "r"(whole(low)), "r"(above));
+    return codes;
+  }
+  static __device__ unsigned four(float a, float b, float c, float d) { return two(a, b, two(c, d)); }
+};
+
+// Rounds to a byte in integers, where a carry goes where it belongs; without a leading 1, by a sum whose last digit is
+// the code's.
+template <int kExponent, int kMantissa> __device__ unsigned float8_in_integers(float q, float largest) {
+  constexpr int kBias = (1 << (kExponent - 1)) - 1, kShift = 23 - kMantissa;
+  constexpr unsigned kLeastNormal = (127 - kBias + 1) << 23, kSum = (127 - kBias + kShift + 1) << 23;
+  constexpr unsigned kRebias = (static_cast<unsigned>(kBias - 127) << 23) + (1u << (kShift - 1)) - 1;
+  const float size = fabsf(q);
+  const unsigned bits = __float_as_uint(size > largest ? largest : size);  // NaN stays
+  const unsigned small = __float_as_uint(__uint_as_float(bits) + __uint_as_float(kSum)) - kSum;
+  const unsigned normal = (bits + kRebias + (bits >> kShift & 1)) >> kShift;
+  const unsigned code = bits > 0x7f800000 ? 0x7f : bits < kLeastNormal ? small : normal;
+  return code | (__float_as_uint(q) >> 24 & 0x80);
+}
+
+template <int kExponent, int kMantissa, int largest> struct Float8 {
+  static constexpr float kLargest = largest;
+  static __device__ unsigned two(float low, float high) {
+#if __CUDA_ARCH__ >= 890
+    unsigned short codes;
+    if constexpr (kMantissa == 3) asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+    else asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+    return codes;
+#else
+    return float8_in_integers<kExponent, kMantissa>(low, kLargest) | float8_in_integers<kExponent, kMantissa>(high, kLargest)
+                                                                         << 8;
+#endif
+  }
+  static __device__ unsigned four(float a, float b, float c, float d) {
+    unsigned codes;
+    asm("mov.b32 %0, {%1, %2};"
+        : "=r"(codes)
+        : "h"(static_cast<unsigned short>(two(a, b))), "h"(static_cast<unsigned short>(two(c, d))));
+    return codes;
+  }
+};
+template <> struct Code<CodeType::kFloat8E4m3fn> : Float8<4, 3, 448> {};
+template <> struct Code<CodeType::kFloat8E5m2> : Float8<5, 2, 57344> {};
+
+// The codes of a vector of quotients, a byte each.
+template <CodeType kCode, int kVec> __device__ typename Word<kVec>::type codes_of(const float (&q)[kVec]) {
+  using C = Code<kCode>;
+  if constexpr (kVec == 8) return {C::four(q[0], q[1], q[2], q[3]), C::four(q[4], q[5], q[6], q[7])};
+  else if constexpr (kVec == 4) return C::four(q[0], q[1], q[2], q[3]);
+  else return static_cast<typename Word<kVec>::type>(C::two(q[0], q[kVec - 1]));
+}
+
+// The largest |v| so far, as an integer: it orders numbers as they are, with NaN above all. Pairs of 16-bit v have two.
+template <class V> struct Largest {
+  unsigned of = 0;
+
+  template <int kVec> __device__ void add(const Pack<V, kVec>& pack) {
+    if constexpr (sizeof(V) == 2 && kVec % 2 == 0) {
+#pragma unroll
+      for (int i = 0; i < kVec / 2; ++i) of = __vmaxu2(of, reinterpret_cast<const unsigned*>(&pack)[i] & 0x7fff7fff);
+    } else if constexpr (sizeof(V) == 2) {
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) of = max(of, pack.v[e].bits & 0x7fffu);
+    } else {
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) of = max(of, __float_as_uint(widen<float>(pack.v[e])) & 0x7fffffff);
+    }
+  }
+  __device__ unsigned value() const { return sizeof(V) == 2 ? max(of & 0xffff, of >> 16) : of; }
+};
+
+template <CodeType kCode, class V> __device__ float scale_of(unsigned largest) {
+  float v;
+  if constexpr (sizeof(V) == 2) v = widen<float>(V{static_cast<unsigned short>(largest)});
+  else v = __uint_as_float(largest);
+  const float s = v / Code<kCode>::kLargest;
+  return s == 0 ? 1.0f : s;
+}
+
+// v / s, correctly rounded.
+template <class V, bool kNarrow = sizeof(V) == 2> struct Divisor {
+  float s;
+
+  __device__ explicit Divisor(float s) : s(s) {}
+  __device__ Divisor of_lane(int lane) const { return Divisor(__shfl_sync(~0u, s, lane)); }
+  template <int kVec> __device__ void divide(float (&v)[kVec]) const {
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) v[e] /= s;
+  }
+};
+
+// For 16-bit v as v * high + v * low, which has the codes of the rounded quotient: high + low is 1 / s to 46 digits
+// (docs/quantized.md). `low` is never 0, so that infinities stay, and has the sign of `high`, so that -0 does. A power
+// of two keeps both normal.
+template <class V> struct Divisor<V, true> {
+  float power = 1, high, low;
+
+  __device__ explicit Divisor(float s) {
+    float size = fabsf(s);
+    if (!(size >= 0x1p-100f && size <= 0x1p100f)) power = size < 1 ? 0x1p96f : 0x1p-64f;
+    size *= power;
+    high = __frcp_rz(size);
+    const float rest = fused(-size, high, 1.0f), first = product(rest, high);
+    low = fmaxf(__fmaf_ru(first, rest, first), 0x1p-126f);  // of NaN the least
+    high = copysignf(high, s);
+    low = copysignf(low, s);
+  }
+
+  // That of another lane of the warp.
+  __device__ Divisor of_lane(int lane) const {
+    Divisor other = *this;
+    other.power = __shfl_sync(~0u, power, lane);
+    other.high = __shfl_sync(~0u, high, lane);
+    other.low = __shfl_sync(~0u, low, lane);
+    return other;
+  }
+
+  template <int kVec> __device__ void divide(float (&v)[kVec]) const {
+    if (power != 1) {
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) v[e] *= power;
+    }
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) v[e] = fused(v[e], high, product(v[e], low));
+  }
+};
+
+template <class S> inline constexpr bool kHasCodes = S::kCode != CodeType::kAbsent;
+
+// Where a row of V leaves its codes and scales; `At` says which vectors a thread has, and which warps a block.
+template <class S, class V, class At> struct RowCodes {
+  using P = Place<S>;
+  static constexpr int kVec = S::kVec, kVectors = At::kVectors, kWarps = S::kWarps / S::kShares;
+  // Vectors of a lane that share a scale with the other lanes', and lanes.
+  static constexpr int kBlockVectors = P::kChunk < kScaleBlock ? kScaleBlock / P::kChunk : 1;
+  static constexpr int kBlockLanes = kScaleBlock / kVec < S::kLanes ? kScaleBlock / kVec : S::kLanes;
+
+  const CodeArgs& args;
+  const At& at;
+  i64 row;
+  bool live;
+
+  // vector(i) gives the thread's i-th vector. It is called once for each i in order, or twice if a row finds no room in
+  // registers.
+  template <class Vector> __device__ void store(const Vector& vector) const {
+    if constexpr (S::kScales == Scales::kGiven) {
+      const Divisor<V> divisor(*args.scales);
+      each<kVectors>([&](int i) { put(i, vector(i), divisor); });
+    } else if constexpr (S::kScales == Scales::kRow) {
+      with_one_scale(vector);
+    } else {
+      static_assert(P::kChunk % kScaleBlock == 0 || S::kWarps == 1);
+      constexpr int kBlocks = (kVectors + kBlockVectors - 1) / kBlockVectors;
+      // Each lane of a block has at least one column.
+      constexpr bool kWhole = S::kCols % kScaleBlock == 0 || S::kCols % kScaleBlock >= 4 * kVec;
+      constexpr int kTogether = !kWhole || kBlockVectors > 1 ? 1 : kBlocks % 4 == 0 ? 4 : kBlocks % 2 == 0 ? 2 : 1;
+      each<kBlocks / kTogether>([&](int i) { blocks<kTogether>(i * kTogether, vector); });
+    }
+  }
+
+ private:
+  template <int kCount, class F> __device__ static void each(const F& f) {
+    constexpr int kUnroll = S::kResident ? kCount : kCount < 4 ? kCount : 4;
+#pragma unroll kUnroll
+    for (int i = 0; i < kCount; ++i) f(i);
+  }
+
+  // A vector past the row's end may not be zero.
+  __device__ void add(int i, const Pack<V, kVec>& pack, Largest<V>& largest) const {
+    if (P::kCovers || at.col(i) < S::kCols) largest.add(pack);
+  }
+
+  template <class Vector> __device__ void with_one_scale(const Vector& vector) const {
+    Pack<V, kVec> kept[S::kResident ? kVectors : 1];
+    Largest<V> largest;
+    each<kVectors>([&](int i) {
+      auto& pack = kept[S::kResident ? i : 0];
+      pack = vector(i);
+      add(i, pack, largest);
+    });
+    const float scale = scale_of<S::kCode, V>(of_row(largest.value()));
+    if (live && at.leader()) args.scales[row] = scale;
+    const Divisor<V> divisor(scale);
+    each<kVectors>([&](int i) { put(i, S::kResident ? kept[S::kResident ? i : 0] : vector(i), divisor); });
+  }
+
+  // Blocks [first, first + kTogether) of this thread's. Shuffles leave a lane the largest of one of them: its number is
+  // `mine`. The lane makes the scale, and others ask it.
+  template <int kTogether, class Vector> __device__ void blocks(int first, const Vector& vector) const {
+    Pack<V, kVec> kept[kTogether * kBlockVectors];
+    Largest<V> largest[kTogether];
+    const auto there = [&](int k) { return kVectors % kBlockVectors == 0 || first * kBlockVectors + k < kVectors; };
+#pragma unroll
+    for (int k = 0; k < kTogether * kBlockVectors; ++k) {
+      const int i = first * kBlockVectors + k;
+      if (!there(k)) continue;
+      kept[k] = vector(i);
+      add(i, kept[k], largest[k / kBlockVectors]);
+    }
+    unsigned most[kTogether];
+#pragma unroll
+    for (int k = 0; k < kTogether; ++k) most[k] = largest[k].value();
+#pragma unroll
+    for (int offset = 1, left = kTogether; offset < kBlockLanes; offset *= 2) {
+      const bool upper = at.lane & offset;
+      left = left > 1 ? left / 2 : 0;  // pairs to exchange; none: all lanes go on with one block
+#pragma unroll
+      for (int k = 0; k < left; ++k) {
+        const unsigned got = __shfl_xor_sync(~0u, upper ? most[k] : most[k + left], offset);
+        most[k] = max(upper ? most[k + left] : most[k], got);
+      }
+      if (left == 0) most[0] = max(most[0], __shfl_xor_sync(~0u, most[0], offset));
+      left = left > 0 ? left : 1;
+    }
+    const float scale = scale_of<S::kCode, V>(most[0]);
+    const int of_block = at.lane & (kBlockLanes - 1), mine = reversed<kTogether>(of_block & (kTogether - 1));
+    int col = at.col(first * kBlockVectors);
+#pragma unroll
+    for (int k = 1; k < kTogether; ++k) col = mine == k ? at.col(first + k) : col;
+    if (live && of_block < kTogether && col < S::kCols) args.scales[col / kScaleBlock * args.rows + row] = scale;
+    const Divisor<V> divisor(scale);
+#pragma unroll
+    for (int k = 0; k < kTogether * kBlockVectors; ++k) {
+      const int i = first * kBlockVectors + k;
+      if (!there(k)) continue;
+      if constexpr (kTogether == 1) put(i, kept[k], divisor);
+      else put(i, kept[k], divisor.of_lane((at.lane & ~(kBlockLanes - 1)) | reversed<kTogether>(k)));
+    }
+  }
+
+  // The number whose binary digits are those of n in reverse.
+  template <int kCount> __device__ static int reversed(int n) { return kCount == 4 ? (n & 1) * 2 + n / 2 : n; }
+
+  template <int kLanes> __device__ static unsigned largest_of_lanes(unsigned v) {
+    if constexpr (kLanes == 32) return __reduce_max_sync(~0u, v);
+#pragma unroll
+    for (int offset = 1; offset < kLanes; offset *= 2) v = max(v, __shfl_xor_sync(~0u, v, offset));
+    return v;
+  }
+
+  __device__ unsigned of_row(unsigned v) const {
+    v = largest_of_lanes<S::kLanes>(v);
+    if constexpr (kWarps > 1) {
+      __shared__ unsigned of_warp[kWarps];
+      if (at.lane == 0) of_warp[at.warp] = v;
+      __syncthreads();
+      v = largest_of_lanes<32>(at.lane < kWarps ? of_warp[at.lane] : 0);
+    }
+    return v;
+  }
+
+  __device__ void put(int i, const Pack<V, kVec>& pack, const Divisor<V>& divisor) const {
+    float q[kVec];
+    widen_pack(pack, q);
+    divisor.divide(q);
+    auto* const codes = static_cast<unsigned char*>(args.codes) + row * S::kCols + at.col(i);
+    if (live && (P::kCovers || at.col(i) < S::kCols)) store_word(codes, codes_of<S::kCode>(q));
+  }
+};
+
+}  // namespace kf
