@@ -66,6 +66,11 @@ _KERNELS: dict[str, tuple[Any, Any]] = {
     "reduce_rows": (ReduceSpec("square", "bf16", "f32", "f32"), ReduceAccess(capacity=128)),
     "reduce_columns": (ReduceSpec("square", "bf16", "f32", "f32"), ReduceAccess(8, lanes=16, threads=256)),
     "rotary": (RotarySpec(x="bf16", angles="bf16", cols=64, half=32), RotaryAccess(8, 128)),
+    "rotary_norm": (RotarySpec(x="bf16", angles="bf16", cols=64, half=32, norm=True), RotaryAccess(8, 128)),
+    "rotary_norm_bwd": (
+        RotarySpec(x="bf16", angles="bf16", cols=64, half=32, norm=True, backward=True, sums=True),
+        RotaryAccess(8, 0),
+    ),
     "softmax": (SoftmaxSpec("bf16", "b8", True), SoftmaxAccess(8, 128)),
     "softmax_long": (SoftmaxSpec("bf16", "b8", True), SoftmaxAccess(8, 49152)),
     "softmax_bwd": (SoftmaxBwdSpec("bf16", "bf16", "bf16"), SoftmaxAccess(8, 128)),
