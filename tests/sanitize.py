@@ -10,8 +10,7 @@ each kind of plan (a row to some lanes, a warp, a block, a cluster, a loop; sums
 each kind of access (whole vectors, pieces of them, single elements; strides), once in one dtype. Other dtypes follow
 at the shapes whose plan depends on them. For norms with stages test_sanitize.py asks the planner whether that is so.
 Rows are few, because a sanitised kernel is hundreds of times slower, but more than one block of them.
-`attention_scores` has no case: its product is a library's, and its softmax is the family's. The rotary kernels are
-Triton's.
+`attention_scores` has no case: its product is a library's, and its softmax is the family's.
 
 PyTorch's own kernels run under the sanitizer too, so the reference and the yardstick are computed on the CPU. Fresh
 memory holds NaN, which shows in a result that depends on it.
@@ -256,7 +255,6 @@ def _placed(inputs: _Inputs, device: str) -> _Inputs:
 
 def run(case: Case, target: Target) -> list[oracle.Comparison]:
     """Inference, forward and backward of `case`, judged against the CPU's reference and yardstick."""
-    target = replace(target, backend=case.served_by(target.backend))
     draws = []
     for seed in range(case.draws):
         drawn = oracle.make_inputs(case, target.device, seed)

@@ -183,8 +183,6 @@ def test_opcheck_of_the_families(sample: str, target: Target) -> None:
     """PyTorch's own check passes for the operators of every family."""
     name, arguments = _FAMILIES[sample]
     backward = name.endswith("_bwd")
-    if sample == "rotary" and target == CUDA:
-        target = TRITON  # which has the only kernels with a norm
     with target.ran(forward=0 if backward else None, backward=None):
         torch.library.opcheck(getattr(torch.ops.kernel_fusion, name).default, arguments(target))
 
@@ -203,7 +201,7 @@ def test_opcheck_of_bits() -> None:
 
 def _ran_twice(operation: Verb, target: Target, backward: bool = False) -> AbstractContextManager[None]:
     """`Verb.ran` for a compiled and an eager call; Triton's kernels are launched by the graph, which counts none."""
-    calls = 1 if operation.served(target) == TRITON else 2
+    calls = 1 if target == TRITON else 2
     return operation.ran(target, calls, calls * backward)
 
 
@@ -319,7 +317,7 @@ def test_use_backend_inside_compile(verb: str, backend: str) -> None:
 @_others_slow
 def test_compiled_autograd(operation: Verb, target: Target, request: pytest.FixtureRequest) -> None:
     """Under compiled autograd the backward is traced and gives the same bits."""
-    if operation.reshapes or (operation.views and operation.served(target) == CUDA):
+    if operation.reshapes or (operation.views and target == CUDA):
         reason = "PyTorch 2.13 does not tell nodes written in C++ what a gradient is that another node computed"
         request.applymarker(pytest.mark.xfail(reason=reason, raises=RuntimeError, strict=True))
     # Eight rows: a mean's gradient is multiplied by 1 / n, but divided by n where n is symbolic.
@@ -365,7 +363,7 @@ def test_export(operation: Verb, strict: bool, target: Target) -> None:
     rows = torch.export.Dim("rows", min=2)
     tensors = [t.detach() for t in operation.leaves(target, 4, 64)]
     shapes = [{0: rows} if shape(4, 64) != shape(5, 64) else None for shape in operation.arguments.values()]
-    with kf.use_backend(None if operation.served(target) == TRITON else target.backend):
+    with kf.use_backend(None if target == TRITON else target.backend):
         program = torch.export.export(_Call(operation), tuple(tensors), dynamic_shapes=(tuple(shapes),), strict=strict)
     others = [t.detach() for t in operation.leaves(target, 9, 64)]
     with operation.ran(target, 2):

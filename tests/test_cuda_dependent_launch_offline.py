@@ -71,6 +71,11 @@ _KERNELS: dict[str, tuple[Any, Any]] = {
     "row_norm_fwd, codes": _norm("inference", 4096, rms=True, codes=Codes("float8_e4m3fn", "given")),
     "quantize": (QuantizeSpec(768, "bf16", "bf16", "silu", Codes("int8", "given")), QuantizeAccess()),
     "rotary": (RotarySpec(x="bf16", angles="bf16", cols=64, half=32), RotaryAccess(8, 128)),
+    "rotary_norm": (RotarySpec(x="bf16", angles="bf16", cols=64, half=32, norm=True), RotaryAccess(8, 128)),
+    "rotary_norm_bwd": (
+        RotarySpec(x="bf16", angles="bf16", cols=64, half=32, norm=True, backward=True, sums=True),
+        RotaryAccess(8, 0),
+    ),
     "softmax": (SoftmaxSpec("bf16", "b8", True), SoftmaxAccess(8, 128)),
     "softmax_long": (SoftmaxSpec("bf16", "b8", True), SoftmaxAccess(8, 49152)),
     "softmax_bwd": (SoftmaxBwdSpec("bf16", "bf16", "bf16"), SoftmaxAccess(8, 128)),

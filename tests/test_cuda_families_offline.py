@@ -135,13 +135,24 @@ def _softmax_kernels() -> Iterator[Kernel]:
 
 
 def _rotary_kernels() -> Iterator[Kernel]:
-    """Every dtype of heads and angles, whole vectors and single elements, positions, both kinds of pairs."""
+    """Every dtype of heads and angles, whole vectors and single elements, positions, both kinds of pairs.
+
+    With a norm: heads of eight lanes, such as most models', and those of most registers; weights of two dtypes.
+    """
     for t, vec, interleaved, positions in product(_DTYPES, (1, 8), (False, True), (0, 8)):
         vec = min(vec, _vec(t))
         access = RotaryAccess(vec, 256, positions, *(min(16, vec * ITEMSIZE[t]),) * 3)
         spec = RotarySpec(x=t, angles=t, cols=144, half=64, interleaved=interleaved)
         yield replace(spec, rounds=t in ("bf16", "f16")), access
         yield replace(spec, angles=t if t == "f64" else "f32", backward=True), access
+        other = "f64" if t == "f64" else "f32"
+        for cols, half in ((128, 64), (500, 150)) if vec > 1 else ((511, 255),):
+            normed = replace(spec, cols=cols, half=half, norm=True, rounds=interleaved, query_weight=t, offset=True)
+            lie = replace(access, vec=min(vec, half & -half))
+            yield replace(normed, key_weight=t), lie
+            yield replace(normed, key_weight=other, angles=other), lie
+            yield replace(normed, key_weight=t, backward=True, sums=True), lie
+            yield replace(normed, key_weight=other, angles=other, backward=True, sums=True), lie
 
 
 # Grid rationale. Rows in part of a warp, in one, in several, and too long for registers; in vectors of whole blocks of

@@ -86,6 +86,10 @@ KEYS: dict[str, tuple[Any, Any]] = {
         RotarySpec(x="bf16", angles="f32", cols=64, half=24, interleaved=True, backward=True),
         RotaryAccess(8, 128, 4, 8, 16, 4),
     ),
+    "rotary_norm": (
+        RotarySpec(x="bf16", cols=64, half=24, norm=True, query_weight="f16", key_weight="f32", offset=True, sums=True),
+        RotaryAccess(8, 0, 8, 8, 16, 4, 2),
+    ),
     "softmax": (SoftmaxSpec("bf16", "b8", True), SoftmaxAccess(8, 64, RowAccess(16), RowAccess(2, True), True)),
     "softmax_bwd": (
         SoftmaxBwdSpec("f32", "bf16", "f16", True),

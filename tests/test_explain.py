@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import CUDA, EAGER, TRITON, Target
+from support import EAGER, Target
 from test_interop import CALLS
 
 import kernel_fusion as kf
 from kernel_fusion.backends.cuda import explain as cuda_explain
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
-from kernel_fusion.core.combinations import WITHOUT_KERNELS
 from kernel_fusion.errors import BackendUnavailableError
 from kernel_fusion.functional.modulated_norm import as_norm
 
@@ -54,8 +53,6 @@ def arguments(verb: str, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb(verb: str, target: Target) -> None:
     """A call with nothing unusual takes the kernels; a request for the definition takes that."""
-    if target == CUDA and verb in WITHOUT_KERNELS:
-        target = TRITON
     args, kwargs = arguments(verb, target.device)
     with target.ran(forward=0):
         explanation = kf.explain(getattr(kf, verb), *args, **kwargs)

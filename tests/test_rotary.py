@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 import kernel_fusion as kf
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES
 from kernel_fusion.backends.cuda.rehearsal import rehearsal
-from kernel_fusion.core.spec import RotaryAccess, RotarySpec
+from kernel_fusion.core.spec import Access, RotaryAccess, RotarySpec, SumPartialsSpec
 from kernel_fusion.functional.rotary import rotate
 from kernel_fusion.operators import loader
 from kernel_fusion.testing import cases
@@ -21,6 +22,7 @@ from kernel_fusion.testing.oracle import Case
 
 F32, BF16 = torch.float32, torch.bfloat16
 BACKENDS = [pytest.param(CPU, id="cpu"), pytest.param(TRITON, id="triton")]
+BACKENDS += [pytest.param(CUDA, id="cuda", marks=pytest.mark.cuda)]
 
 
 def angles(rows: int, pairs: int, dtype: torch.dtype = F32, device: str = "cpu") -> tuple[Tensor, Tensor]:
@@ -31,9 +33,9 @@ def angles(rows: int, pairs: int, dtype: torch.dtype = F32, device: str = "cpu")
 
 # Grid rationale. The list of `verify`: both verbs, roundings, offsets, every dtype, layout and kind of pairs.
 @pytest.mark.cuda
-@pytest.mark.parametrize("case", [c for c in cases.rotary(quick=False) if c.verb == "rope"], ids=str)
+@pytest.mark.parametrize("case", [*cases.rotary(quick=False)], ids=str)
 def test_within_budget_on_a_gpu(case: Case) -> None:
-    """The same of the rotation by CUDA's kernels."""
+    """The same by CUDA's kernels."""
     check(case, CUDA)
 
 
@@ -167,17 +169,30 @@ def test_both_turn_in_one_launch(rounding: str, target: Target) -> None:
         assert share == 0 if rounding == "hf" else share < 0.01
 
 
-def test_the_norm_on_a_gpu_is_of_triton() -> None:
-    """CUDA's kernels are asked for the rotation alone: the key of its launch says how heads and angles lie."""
+def test_keys_of_launches_on_a_gpu() -> None:
+    """They say how heads, angles and weights lie, and whether weights have gradients; long heads are Triton's."""
     q, k = torch.randn(2, 5, 80).to(BF16)[..., 4:].split([48, 28], -1)
     q, k = q.unflatten(-1, (3, 16)), k[..., :16].unflatten(-1, (1, 16))
-    tables = angles(5, 4)
+    tables, w = angles(5, 4), torch.randn(16)
     with rehearsal(loader.library(), KNOWN_DEVICES[90]) as met:
-        kf.qk_norm_rope(q, k, None, None, *tables, unsqueeze_dim=2)
-        assert not met
         rotate([q, k], *tables, torch.arange(5), interleaved=True, unsqueeze_dim=2)
     spec = RotarySpec(x="bf16", angles="f32", cols=16, half=4, interleaved=True)
-    assert met == {(spec, RotaryAccess(4, 32, positions=8, align=8, align_out=8, align_angles=16)): None}
+    lie = RotaryAccess(4, 32, align=8, align_out=8, align_angles=16)
+    assert met == {(spec, replace(lie, positions=8)): None}
+    with rehearsal(loader.library(), KNOWN_DEVICES[90]) as met:
+        y, _ = kf.qk_norm_rope(
+            q, k, w.requires_grad_(), None, *tables, unsqueeze_dim=2, weight_offset=0.0, rounding="hf"
+        )
+        y.sum().backward()
+    forward = replace(spec, interleaved=False, norm=True, rounds=True, query_weight="f32")
+    backward = replace(forward, backward=True, sums=True, key_weight="f32")
+    sums = SumPartialsSpec(16, "f32", "f32", None)
+    lie = replace(lie, threads=0)
+    assert met == {(forward, lie): None, (backward, replace(lie, align_out=16)): None, (sums, Access()): None}
+    long = torch.randn(1, 5, 1, 514)
+    with rehearsal(loader.library(), KNOWN_DEVICES[90]) as met:
+        kf.qk_norm_rope(long, long, None, None, *tables, unsqueeze_dim=2)
+    assert not met
 
 
 def test_arrays() -> None:

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from support import CUDA, TRITON, Target
+from support import Target
 from torch import Tensor
 
 import kernel_fusion as kf
-from kernel_fusion.core.combinations import without_kernels
 from kernel_fusion.testing import unfused
 
 Function = Callable[..., Any]
@@ -87,15 +86,11 @@ class Verb:
 
     def on(self, target: Target) -> Callable[..., Any]:
         """The call on the target's backend."""
-        return lambda *tensors: self.ours(*tensors, backend=self.served(target).backend)
+        return lambda *tensors: self.ours(*tensors, backend=target.backend)
 
     def ran(self, target: Target, forward: int | None = 1, backward: int | None = 0) -> AbstractContextManager[None]:
         """`Target.ran` for these numbers of calls and backward passes of this verb."""
-        return self.served(target).ran(self._count(forward), self._count(backward))
-
-    def served(self, target: Target) -> Target:
-        """Where its kernels for the target are."""
-        return TRITON if target == CUDA and without_kernels(self.name, "cuda") else target
+        return target.ran(self._count(forward), self._count(backward))
 
     def _count(self, calls: int | None) -> int | None:
         return calls if calls == 0 or self.kernels == 1 else 0 if self.kernels == 0 else None

@@ -13,7 +13,6 @@ from torch import Tensor
 
 import kernel_fusion as kf
 from kernel_fusion.bench.workloads import Call, Direction, Function, Inputs, Workload
-from kernel_fusion.core.combinations import without_kernels
 from kernel_fusion.operators import loader
 
 _Result = TypeVar("_Result")
@@ -150,10 +149,7 @@ def ours(backend: str, explicit: bool | None = None) -> Provider:
     def function(workload: Workload) -> Function:
         return workload.fused(backend if explicit else None)
 
-    def measures(workload: Workload) -> bool:
-        return without_kernels(workload.verb, backend) is None
-
-    return Provider(f"kf-{backend}", kf.__version__, function, backend, measures=measures)
+    return Provider(f"kf-{backend}", kf.__version__, function, backend)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import kernel_fusion as kf
 from kernel_fusion.bench.workloads import EPS, Argument, Dropout, Operation
+from kernel_fusion.functional.rotary import rotate
 from kernel_fusion.testing import unfused
 
 _HEAD = 128
@@ -45,13 +46,16 @@ def _rope() -> Operation:
 
 
 def _rope_of_both(name: str, keys: int) -> Operation:
+    """Query and key in one launch, as `kf.patch` has a model turn them."""
+
     def pytorch(_: Dropout, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return _turned(query, cos, sin), _turned(key, cos, sin)
 
     def fused(
         query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, p: float, backend: str | None
     ) -> tuple[Tensor, Tensor]:
-        return kf.rope(query, cos, sin, backend=backend), kf.rope(key, cos, sin, backend=backend)
+        turned = rotate([query, key], cos, sin, interleaved=False, unsqueeze_dim=1, backend=backend)
+        return turned[0], turned[1]
 
     reads = "cos", "sin"
     return Operation(name, "rope", _arguments(keys, False), pytorch, fused, ("y", "y_key"), backward_reads=reads)

@@ -12,7 +12,6 @@ CONDITIONS = {
 
 # Why a backend lacks a verb or an option.
 WITHOUT_KERNELS = {
-    "qk_norm_rope": {"cuda": "`qk_norm_rope` has no kernels in CUDA C++; those of 'triton' serve it on a GPU"},
     "group": dict.fromkeys(("cuda", "cpu"), "it has no kernels for rows that are spread over ranks"),
 }
 

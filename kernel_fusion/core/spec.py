@@ -360,7 +360,10 @@ class SoftmaxBwdSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class RotarySpec:
-    """Heads of `cols` columns, of which `half` pairs turn; `rounds` products; `backward` the other way."""
+    """Heads of `cols` columns, of which `half` pairs turn; `rounds` products; `backward` the other way.
+
+    After a `norm` with weights, perhaps an `offset`; `sums` are their gradients.
+    """
 
     x: Dtype = "f32"
     angles: Dtype = "f32"
@@ -369,6 +372,11 @@ class RotarySpec:
     interleaved: bool = False
     rounds: bool = False
     backward: bool = False
+    norm: bool = False
+    query_weight: Dtype | None = None
+    key_weight: Dtype | None = None
+    offset: bool = False
+    sums: bool = False
 
     @property
     def acc(self) -> str:
@@ -378,7 +386,7 @@ class RotarySpec:
 
 @dataclass(frozen=True)
 class RotaryAccess:
-    """How heads and angles lie, and threads of a block; bytes of a position, or 0 without `positions`."""
+    """How all lie; a token's threads; bytes of a position, or 0."""
 
     vec: int = 1
     threads: int = 32
@@ -386,6 +394,7 @@ class RotaryAccess:
     align: int = VECTOR_BYTES
     align_out: int = VECTOR_BYTES
     align_angles: int = VECTOR_BYTES
+    align_weights: int = VECTOR_BYTES
 
 
 @dataclass(frozen=True)

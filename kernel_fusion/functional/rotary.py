@@ -128,7 +128,7 @@ def qk_norm_rope(
         rounding: "once", at the store; or "hf", where Qwen3's code in Transformers rounds: the normalised value to the
             input's dtype, its product with the weight to the promoted dtype of the two, and products, sum and
             difference of the rotation to the promoted dtype of that and cos. Gradients pass straight through.
-        backend: as for :func:`rope`, but there is no "cuda".
+        backend: as for :func:`rope`; heads of more than 512 columns have Triton's kernels instead of CUDA's.
 
     Returns:
         Query and key, each as :func:`rope` returns it. Accumulated in float32 (float64 for float64 input).

@@ -17,7 +17,6 @@ from kernel_fusion.backends import availability, triton
 from kernel_fusion.backends.availability import PLAIN_TENSORS, is_dtensor, refusal
 from kernel_fusion.config import check_backend_name, state
 from kernel_fusion.core import arguments
-from kernel_fusion.core.combinations import without_kernels
 from kernel_fusion.errors import BackendUnavailableError
 from kernel_fusion.operators import jagged, loader, schemas
 from kernel_fusion.operators.fallback import LAUNCHED_FROM_PYTHON, define_triton
@@ -107,8 +106,6 @@ def unavailable_reason(name: str, device: torch.device | None = None, verb: str 
         return None if loader.load() else f"its extension could not be built: {loader.error()}"
     if name == "cuda":
         reason = availability.why_not_cuda(device)
-        if reason is None:
-            reason = without_kernels(verb, name)
         if reason is None and verb not in LAUNCHED_FROM_PYTHON and not loader.load():
             reason = f"what launches it is the extension, which could not be built: {loader.error()}"
         return reason

@@ -109,10 +109,6 @@ class Case(ABC):
         """Whether kernels must run; without elements none need to."""
         return math.prod(self.shape) > 0
 
-    def served_by(self, backend: str | None) -> str | None:
-        """The backend whose kernels serve this case where `backend` is that of the device."""
-        return backend
-
     @property
     def result_size(self) -> int:
         """The number of elements of the smallest result."""

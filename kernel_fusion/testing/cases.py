@@ -236,7 +236,7 @@ def rotary(quick: bool) -> Iterator[Case]:
         {"shape": (2, 5, 20, 128), "pairs": 64, "unsqueeze_dim": 2, "key_heads": 4},
         {"shape": (3, 4, 7, 64), "pairs": 32, "interleaved": True, "fused": True, "key_heads": 2},
         {"shape": (1, 2, 3, 3), "pairs": 1},
-        {"shape": (1, 1, 2, 1000), "pairs": 300, "positions": True},
+        {"shape": (1, 1, 2, 500), "pairs": 150, "positions": True},
     )
     for dtype in DTYPES:
         for options in places if quick else places + more:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 import kernel_fusion as kf
 from kernel_fusion.backends import eager
-from kernel_fusion.core.combinations import without_kernels
 from kernel_fusion.core.rotary import Rotary
 from kernel_fusion.testing import unfused
 from kernel_fusion.testing.budget import Array, Reference
@@ -101,10 +100,6 @@ class RotaryCase(Case):
         batch, tokens, heads, cols = of_tokens.shape
         wider = x.new_empty(batch, tokens, heads + 2, cols)[:, :, 1:-1].copy_(of_tokens)
         return wider if self.unsqueeze_dim == 2 else wider.transpose(1, 2)
-
-    def served_by(self, backend: str | None) -> str | None:
-        """On NVIDIA GPUs Triton's kernels serve what CUDA C++ has none for."""
-        return "triton" if backend == "cuda" and without_kernels(self.verb, backend) else backend
 
     def ours(self, inputs: Heads, backend: str | None) -> Results:
         """The results by the verb."""

@@ -86,7 +86,7 @@ RotaryResult rotary(const Backend& backend, const RotaryCall& c) {
 
 RotaryGradients rotary_bwd(const Backend& backend, const RotaryBwdCall& c) {
   const OptionalTensor dy(c.dy), &query = c.eps ? c.query : dy, &key = c.eps ? c.key : c.dy_key;
-  TORCH_CHECK(present(query) && !(c.eps && query->is_cuda()) && present(key) == present(c.dy_key) &&
+  TORCH_CHECK(present(query) && !is_of_other_kernels(*query, c.eps.has_value()) && present(key) == present(c.dy_key) &&
                   accepts({*query, key, c.query_weight, c.key_weight, c.cos, c.sin, c.positions, c.eps, c.weight_offset,
                            c.interleaved, c.rounding}) &&
                   goes_with(c.dy, *query) && c.dy.sizes().equals(query->sizes()) &&

@@ -62,17 +62,22 @@ using RotaryGradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 // They fill what was allocated; what is undefined nobody wants.
 using RotaryKernel = void(const RotaryCall& call, Tensor& query, Tensor& key);
 using RotaryBwdKernel = void(const RotaryBwdCall& call, RotaryGradients& gradients);
-RotaryKernel rotary_cpu, rotary_cuda;  // CUDA's have no norm
+RotaryKernel rotary_cpu, rotary_cuda;
 RotaryBwdKernel rotary_bwd_cpu, rotary_bwd_cuda;
 
 // Whether the kernels can serve a call; else the definition in backends/eager does, or says what is wrong.
 bool accepts(const RotaryCall& call);
 RotaryResult reference(const RotaryCall& call);
 
+// CUDA's kernels have whole heads in registers, if a norm goes before.
+inline constexpr int64_t kLongestHead = 512;
+
 // Whether the call is one of a GPU that CUDA's kernels don't serve; Python then looks for others.
-inline bool is_of_other_kernels(const RotaryCall& c) {
-  return c.query.is_cuda() && (c.eps || !cuda_enabled(c.query.device().index()));
+inline bool is_of_other_kernels(const Tensor& query, bool norm) {
+  return query.is_cuda() &&
+         (!cuda_enabled(query.device().index()) || (norm && query.dim() == 4 && query.sym_size(3) > kLongestHead));
 }
+inline bool is_of_other_kernels(const RotaryCall& c) { return is_of_other_kernels(c.query, c.eps.has_value()); }
 RotaryResult by_other_kernels(const RotaryCall& call);
 
 // The operator on a device, and its backward.

@@ -1,9 +1,10 @@
-// The rotary embedding on CUDA: arguments -> key -> launch. A norm before it is Triton's.
+// The rotary embedding on CUDA: arguments -> key -> launch.
 #include <algorithm>
 #include <limits>
 
 #include "backends.h"
 #include "cuda/launcher.h"
+#include "cuda/sum_partials.h"
 #include "shared/rotary_args.h"
 
 namespace kf {
@@ -21,78 +22,178 @@ int32_t alignment_of_vectors(const Tensor& t, int64_t vec) {
   return alignment_within(t.const_data_ptr(), steps, vec * t.element_size());
 }
 
-// One launch: query and key, or their gradients, from `x` to `y`; undefined ones are passed over.
-void launch_rotary(std::array<Tensor, 2> x, const std::array<Tensor, 2>& y, Tensor cos, Tensor sin,
-                   const OptionalTensor& positions, RotarySpec spec) {
-  if (cos.stride(-1) != 1 || !cos.strides().equals(sin.strides())) {
-    cos = cos.contiguous();
-    sin = sin.contiguous();
-  }
-  const Tensor& any = y[0].defined() ? y[0] : y[1];
-  const int64_t tokens = any.size(1), count = any.size(0) * tokens, cols = any.size(3), half = cos.size(2);
-  if (count > std::numeric_limits<int32_t>::max())
-    driver::fail("rotary kernels take at most 2^31 - 1 tokens, got " + std::to_string(count) +
-                 "; the backend 'eager' takes more");
-  const int64_t vec = dividing_power(cols - 2 * half, dividing_power(half, kVectorBytes / any.element_size()));
-  RotaryAccess access{.vec = static_cast<int>(vec),
-                      .align_angles = std::min(alignment_of_vectors(cos, vec), alignment_of_vectors(sin, vec))};
-  RotaryArgs args{};
-  int64_t heads = 0;
-  for (int i = 0; i < 2; ++i) {
-    if (!y[i].defined()) continue;
-    x[i] = with_dense_columns(x[i]);
-    access.align = std::min(access.align, alignment_of_vectors(x[i], vec));
-    access.align_out = std::min(access.align_out, alignment_of_vectors(y[i], vec));
-    args.of[i] = {x[i].const_data_ptr(), y[i].data_ptr(), {}, {}};
-    for (int d = 0; d < 3; ++d) {
-      args.of[i].x_stride[d] = x[i].stride(d);
-      args.of[i].y_stride[d] = y[i].stride(d);
+// A lane's part of a head must stay in registers.
+bool fits_registers(const RotaryCall& c) { return !c.eps || c.query.size(3) <= kLongestHead; }
+
+// Query and key, or their gradients, from `x` to `y`; one that is undefined in `x` is passed over, as is a result that nobody
+// wants.
+struct RotaryLaunch {
+  RotarySpec spec;
+  RotaryAccess access;
+  RotaryNormArgs args{};
+  std::array<Tensor, 2> x;
+  Tensor cos, sin;
+  int64_t examples, tokens, heads = 0;
+
+  RotaryLaunch(std::array<Tensor, 2> given, const std::array<Tensor, 2>& y, const Tensor& c, const Tensor& s,
+               const OptionalTensor& positions, RotarySpec of)
+      : spec(of), x(std::move(given)), cos(c), sin(s) {
+    if (cos.stride(-1) != 1 || !cos.strides().equals(sin.strides())) {
+      cos = cos.contiguous();
+      sin = sin.contiguous();
     }
-    args.heads[i] = static_cast<unsigned>(x[i].size(2));
-    heads += x[i].size(2);
+    const Tensor& any = x[0].defined() ? x[0] : x[1];
+    examples = any.size(0);
+    tokens = any.size(1);
+    const int64_t cols = any.size(3), half = cos.size(2), others = cols - 2 * half;
+    if (examples * tokens > std::numeric_limits<int32_t>::max())
+      driver::fail("rotary kernels take at most 2^31 - 1 tokens, got " + std::to_string(examples * tokens) +
+                   "; the backend 'eager' takes more");
+    // With a norm other columns are pairs too, and a lone one a vector.
+    const int64_t apart = !spec.norm ? others : others % 2 == 0 ? others / 2 : 1;
+    access.vec = static_cast<int>(dividing_power(apart, dividing_power(half, kVectorBytes / any.element_size())));
+    access.align_angles = std::min(alignment_of_vectors(cos, access.vec), alignment_of_vectors(sin, access.vec));
+    RotaryArgs& rotary = args.rotary;
+    for (int i = 0; i < 2; ++i) {
+      if (!x[i].defined()) continue;
+      x[i] = with_dense_columns(x[i]);
+      access.align = std::min(access.align, alignment_of_vectors(x[i], access.vec));
+      rotary.of[i].x = x[i].const_data_ptr();
+      set_strides(x[i], rotary.of[i].x_stride);
+      rotary.heads[i] = static_cast<unsigned>(x[i].size(2));
+      heads += x[i].size(2);
+      if (!y[i].defined()) continue;
+      access.align_out = std::min(access.align_out, alignment_of_vectors(y[i], access.vec));
+      rotary.of[i].y = y[i].data_ptr();
+      set_strides(y[i], rotary.of[i].y_stride);
+    }
+    rotary.tokens = static_cast<unsigned>(tokens);
+    rotary.cos = cos.const_data_ptr();
+    rotary.sin = sin.const_data_ptr();
+    rotary.table_rows = cos.size(1);
+    rotary.table_stride[0] = cos.size(0) > 1 ? cos.stride(0) : 0;
+    rotary.table_stride[1] = cos.stride(1);
+    if (present(positions)) {
+      access.positions = static_cast<int>(positions->element_size());
+      rotary.positions = positions->const_data_ptr();
+      rotary.position_stride[0] = positions->size(0) > 1 ? positions->stride(0) : 0;
+      rotary.position_stride[1] = positions->stride(1);
+    }
+    spec.x = cpu_dtype(any.scalar_type());
+    spec.angles = cpu_dtype(cos.scalar_type());
+    spec.cols = static_cast<int>(cols);
+    spec.half = static_cast<int>(half);
   }
-  args.tokens = static_cast<unsigned>(tokens);
-  args.cos = cos.const_data_ptr();
-  args.sin = sin.const_data_ptr();
-  args.table_rows = cos.size(1);
-  args.table_stride[0] = cos.size(0) > 1 ? cos.stride(0) : 0;
-  args.table_stride[1] = cos.stride(1);
-  if (present(positions)) {
-    access.positions = static_cast<int>(positions->element_size());
-    args.positions = positions->const_data_ptr();
-    args.position_stride[0] = positions->size(0) > 1 ? positions->stride(0) : 0;
-    args.position_stride[1] = positions->stride(1);
+
+  static void set_strides(const Tensor& t, long long (&strides)[3]) {
+    for (int d = 0; d < 3; ++d) strides[d] = t.stride(d);
   }
-  // A power of two, so that few numbers of heads need a kernel of their own.
-  const auto items = static_cast<uint64_t>(heads * (cols - half) / vec);
-  access.threads = static_cast<int>(std::clamp<int64_t>(static_cast<int64_t>(std::bit_ceil(items)), 32, kMostThreads));
-  spec.x = cpu_dtype(any.scalar_type());
-  spec.angles = cpu_dtype(cos.scalar_type());
-  spec.cols = static_cast<int>(cols);
-  spec.half = static_cast<int>(half);
-  const auto device = any.device();
-  const OnDevice on(device);
-  const auto& kernel = find_kernel({device, spec, access}, on.stream);
-  launch(kernel, kernel.grid(count), 1, on.stream, &args);
+
+  // A block for each token. Its warps take equally many items.
+  void without_norm() {
+    const int64_t items = heads * (spec.cols - spec.half) / access.vec, rounds = ceil_div(items, kMostThreads);
+    access.threads = static_cast<int>(ceil_div(ceil_div(items, rounds), 32) * 32);
+    const auto device = cos.device();
+    const OnDevice on(device);
+    const auto& kernel = find_kernel({device, spec, access}, on.stream);
+    launch(kernel, kernel.grid(examples * tokens), 1, on.stream, &args.rotary);
+  }
+
+  // Blocks for either kind of heads in proportion to these, but one at least.
+  int64_t split(const LoadedKernel& kernel) {
+    int64_t wanted[2];
+    for (int i = 0; i < 2; ++i) {
+      args.rows[i] = examples * tokens * args.rotary.heads[i];
+      wanted[i] = args.rows[i] > 0;
+    }
+    const int64_t rows = args.rows[0] + args.rows[1], grid = std::max(wanted[0] + wanted[1], kernel.grid(rows));
+    const int64_t share = (args.rows[0] * grid + rows / 2) / rows;
+    args.query_blocks = static_cast<unsigned>(std::clamp(share, wanted[0], grid - wanted[1]));
+    return grid;
+  }
+};
+
+// The weights, which are small.
+struct RotaryWeights {
+  std::array<Tensor, 2> weight;
+
+  template <class Call> RotaryWeights(const Call& c, RotaryLaunch& to) {
+    const OptionalTensor* given[] = {&c.query_weight, &c.key_weight};
+    for (int i = 0; i < 2; ++i) {
+      if (!to.x[i].defined() || !present(*given[i])) continue;
+      weight[i] = (*given[i])->contiguous();
+      to.args.weight[i] = weight[i].const_data_ptr();
+      to.access.align_weights = std::min(to.access.align_weights, alignment_of_vectors(weight[i], to.access.vec));
+    }
+    const auto type = [](const Tensor& t) { return t.defined() ? cpu_dtype(t.scalar_type()) : Dtype::kAbsent; };
+    to.spec.query_weight = type(weight[0]);
+    // One path is enough for heads of one kind.
+    to.spec.key_weight = to.x[1].defined() ? type(weight[1]) : to.spec.query_weight;
+    to.spec.offset = c.weight_offset != 0.0;
+    to.access.threads = 0;
+    to.args.eps = *c.eps;
+    to.args.weight_offset = c.weight_offset;
+  }
+};
+
+template <class Call> RotarySpec spec_of(const Call& c, const Tensor& query, bool backward) {
+  const bool hf = c.rounding == "hf" && query.element_size() == 2;
+  // Without a norm, products of narrow angles alone are rounded, and in forward alone.
+  const bool rounds = hf && (c.eps || (!backward && c.cos.scalar_type() == query.scalar_type()));
+  return {.interleaved = c.interleaved, .rounds = rounds, .backward = backward, .norm = c.eps.has_value()};
 }
 
 }  // namespace
 
 void rotary_cuda(const RotaryCall& c, Tensor& query, Tensor& key) {
-  if (c.eps) return;  // in a rehearsal: these kernels are Triton's
-  const auto type = query.scalar_type();
-  const bool rounds = c.rounding == "hf" && query.element_size() == 2 && c.cos.scalar_type() == type;
-  launch_rotary({c.query, present(c.key) ? *c.key : Tensor()}, {query, key}, c.cos, c.sin, c.positions,
-                {.interleaved = c.interleaved, .rounds = rounds});
+  if (!fits_registers(c)) return;  // in a rehearsal: these kernels are Triton's
+  RotaryLaunch to({c.query, present(c.key) ? *c.key : Tensor()}, {query, key}, c.cos, c.sin, c.positions,
+                  spec_of(c, c.query, false));
+  if (!c.eps) return to.without_norm();
+  const RotaryWeights weights(c, to);
+  const auto device = to.cos.device();
+  const OnDevice on(device);
+  const auto& kernel = find_kernel({device, to.spec, to.access}, on.stream);
+  const int64_t grid = to.split(kernel);
+  launch(kernel, grid, 1, on.stream, &to.args);
 }
 
 void rotary_bwd_cuda(const RotaryBwdCall& c, RotaryGradients& gradients) {
-  if (c.eps) return;
   auto& [dquery, dkey, dquery_weight, dkey_weight] = gradients;
-  if (!dquery.defined() && !dkey.defined()) return;
   const auto type = c.dy.scalar_type();
-  launch_rotary({c.dy, present(c.dy_key) ? c.dy_key->to(type) : Tensor()}, {dquery, dkey}, c.cos, c.sin, c.positions,
-                {.interleaved = c.interleaved, .backward = 1});
+  const Tensor dy_key = present(c.dy_key) ? c.dy_key->to(type) : Tensor();
+  if (!c.eps) {
+    if (!dquery.defined() && !dkey.defined()) return;
+    RotaryLaunch to({dquery.defined() ? c.dy : Tensor(), dkey.defined() ? dy_key : Tensor()}, {dquery, dkey}, c.cos, c.sin,
+                    c.positions, spec_of(c, c.dy, true));
+    return to.without_norm();
+  }
+  const bool wanted[] = {dquery.defined() || dquery_weight.defined(), dkey.defined() || dkey_weight.defined()};
+  if ((!wanted[0] && !wanted[1]) || c.query->size(3) > kLongestHead) return;
+  const auto x_type = c.query->scalar_type();
+  RotaryLaunch to({wanted[0] ? c.dy.to(x_type) : Tensor(), wanted[1] ? dy_key.to(x_type) : Tensor()}, {dquery, dkey}, c.cos,
+                  c.sin, c.positions, spec_of(c, *c.query, true));
+  const RotaryWeights weights(c, to);
+  std::array<Tensor, 2> x;
+  for (int i = 0; i < 2; ++i) {
+    if (!wanted[i]) continue;
+    x[i] = with_dense_columns(i == 0 ? *c.query : *c.key);
+    to.access.align = std::min(to.access.align, alignment_of_vectors(x[i], to.access.vec));
+    to.args.x[i] = x[i].const_data_ptr();
+    RotaryLaunch::set_strides(x[i], to.args.x_stride[i]);
+  }
+  to.spec.sums = dquery_weight.defined() || dkey_weight.defined();
+  const auto device = to.cos.device();
+  const OnDevice on(device);
+  const auto& kernel = find_kernel({device, to.spec, to.access}, on.stream);
+  const int64_t grid = to.split(kernel);
+  if (!to.spec.sums) return launch(kernel, grid, 1, on.stream, &to.args);
+  const PartialRows partials(*c.query, grid, to.spec.cols);
+  for (int i = 0; i < 2; ++i) to.args.partials[i] = partials.data(i);
+  to.args.partial_pitch = partials.pitch;
+  launch(kernel, grid, 1, on.stream, &to.args);
+  const auto sum = [](Tensor& t) { return t.defined() ? &t : nullptr; };
+  sum_partials(partials, sum(dquery_weight), sum(dkey_weight), on.stream);
 }
 
 }  // namespace kf

@@ -23,7 +23,9 @@ template <class S> struct RotaryToken {
   bool known = true;  // whether its position is a row of the tables
 
   __device__ explicit RotaryToken(const RotaryArgs& args)
-      : args(args), example(blockIdx.x / args.tokens), token(blockIdx.x % args.tokens) {
+      : RotaryToken(args, blockIdx.x / args.tokens, blockIdx.x % args.tokens) {}
+  __device__ RotaryToken(const RotaryArgs& args, unsigned of_example, unsigned of_token)
+      : args(args), example(of_example), token(of_token) {
     i64 row = token;
     if constexpr (S::kPositions != 0) {
       const i64 at = example * args.position_stride[0] + token * args.position_stride[1];

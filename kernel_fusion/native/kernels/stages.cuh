@@ -82,9 +82,6 @@ __device__ void multiply_factor(const Pack<T, kVec>& row, A (&v)[kVec]) {
   for (int e = 0; e < kVec; ++e) v[e] = product(v[e], factor[e]);
 }
 
-template <class T, class U> inline constexpr bool kSame = false;
-template <class T> inline constexpr bool kSame<T, T> = true;
-
 template <class S> inline constexpr bool kHf = S::kRounding == Rounding::kHf;
 
 // Where Hugging Face's norms round: norm(h) to the type of h (without a residual, of x); its product with the weight,

@@ -24,6 +24,9 @@ template <> inline constexpr bool kPresent<absent> = false;
 template <class T> inline constexpr bool kIsBit = false;
 template <> inline constexpr bool kIsBit<b1> = true;
 
+template <class T, class U> inline constexpr bool kSame = false;
+template <class T> inline constexpr bool kSame<T, T> = true;
+
 template <bool, class T> struct PresentIf {
   using type = absent;
 };

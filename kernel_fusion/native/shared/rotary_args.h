@@ -1,4 +1,4 @@
-// The rotary kernel's arguments, as in row_norm_args.h.
+// As in row_norm_args.h.
 #pragma once
 
 namespace kf {
@@ -22,6 +22,21 @@ struct RotaryArgs {
   long long table_rows;
   long long table_stride[2];
   long long position_stride[2];
+};
+
+// With a norm. Backward turns dy, to dx or null, and reads x; the first blocks take the query's heads.
+struct RotaryNormArgs {
+  RotaryArgs rotary;
+  const void* weight[2];
+  double eps;
+  double weight_offset;
+
+  const void* x[2];
+  long long x_stride[2][3];
+  long long rows[2];  // heads of all tokens, 0 if nobody wants gradients
+  unsigned query_blocks;
+  void* partials[2];
+  long long partial_pitch;
 };
 
 }  // namespace kf

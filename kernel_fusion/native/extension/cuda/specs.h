@@ -93,11 +93,13 @@ struct SoftmaxBwdSpec {
 struct RotarySpec {
   static constexpr int kKernel = 6;
   Dtype x = Dtype::kFloat, angles = Dtype::kFloat;
-  int cols = 0, half = 0, interleaved = 0, rounds = 0, backward = 0;
+  int cols = 0, half = 0, interleaved = 0, rounds = 0, backward = 0, norm = 0;
+  Dtype query_weight = Dtype::kAbsent, key_weight = Dtype::kAbsent;
+  int offset = 0, sums = 0;
 };
 
 struct RotaryAccess {
-  int vec = 1, threads = 32, positions = 0, align = 16, align_out = 16, align_angles = 16;
+  int vec = 1, threads = 32, positions = 0, align = 16, align_out = 16, align_angles = 16, align_weights = 16;
 };
 
 struct QuantizeSpec {
