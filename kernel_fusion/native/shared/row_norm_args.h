@@ -11,7 +11,7 @@ struct RowLayout {
   long long stride[3];
 };
 
-// Sample s of group g, first + blockIdx.y, is row s * step + g * inner; its parameters begin at g * pitch.
+// Sample s of group g, first + blockIdx.y, is row s * step + g * inner; parameters begin at g * pitch.
 struct RowGroups {
   long long first;
   long long step;
