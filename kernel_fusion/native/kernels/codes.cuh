@@ -156,6 +156,8 @@ template <class V> struct Divisor<V, true> {
   }
 };
 
+template <class S> inline constexpr bool kHasCodes = S::kCode != CodeType::kAbsent;
+
 // Where a row of V leaves its codes and scales; `At` says which vectors a thread has, and which warps a block.
 template <class S, class V, class At> struct RowCodes {
   using P = Place<S>;

@@ -6,7 +6,6 @@
 // If they are a share f of the warp's columns, squares about it are at most 1/f times those about the warp's mean.
 #pragma once
 
-#include "shared/names.h"
 #include "tree.cuh"
 #include "vectors.cuh"
 
@@ -24,8 +23,6 @@ template <class S> __device__ void add_pack(const Pack<typename S::Row, S::kVec>
 #pragma unroll
   for (int e = 0; e < S::kVec; ++e) sum += x[e];
 }
-
-template <class S> inline constexpr bool kHasCodes = S::kCode != CodeType::kAbsent;
 
 // A lane's deviations from a center (RMSNorm: 0).
 template <class S> struct Deviations {
@@ -47,44 +44,33 @@ template <class S> struct Deviations {
     }
   }
 
-  // Over all lanes; `first` is the sum that the center is a mean of.
-  __device__ Moments<S> moments(A first) const {
+  // Over all lanes.
+  __device__ Moments<S> moments() const {
     if constexpr (S::kRms) return {0, sum_lanes<S::kLanes>(squares)};
     A all = rest, all_squares = squares;
     sum_lanes<S::kLanes>(all, all_squares);
-    if constexpr (kHasCodes<S>) return corrected(first, all, all_squares);
     const A shift = all * P::template per_col_of<A>(warp);
     const bool finite = all_squares - all_squares == A(0);  // else the correction may be infinite
     return {center + shift, finite ? all_squares - all * shift : all_squares};
   }
-
- private:
-  // The same, and the contractions that compilers choose above. Codes give them a context in which they choose others.
-  __device__ Moments<S> corrected(A first, A all, A all_squares) const {
-    const A shift = product(all, P::template per_col_of<A>(warp));
-    const A mean = fused(first, P::template per_col_of<A, S::kCenter>(warp), shift);
-    return {mean, all_squares - all_squares == A(0) ? fused(-all, shift, all_squares) : all_squares};
-  }
 };
 
-// Warp `warp` has first vectors x_at(k), and `first` becomes their sum.
-template <class S, class X> __device__ typename S::Acc center_of(int warp, X&& x_at, typename S::Acc& first) {
+// Warp `warp` has first vectors x_at(k).
+template <class S, class X> __device__ typename S::Acc center_of(int warp, X&& x_at) {
   if constexpr (S::kRms) return 0;
   typename S::Acc sum = 0;
 #pragma unroll
   for (int k = 0; k < S::kCenter; ++k) add_pack<S>(x_at(k), sum);
-  first = sum_lanes<S::kLanes>(sum);
-  return first * Place<S>::template per_col_of<typename S::Acc, S::kCenter>(warp);
+  return sum_lanes<S::kLanes>(sum) * Place<S>::template per_col_of<typename S::Acc, S::kCenter>(warp);
 }
 
 // This thread's warp's. x_at(k) may be called again.
 template <class S, class X> __device__ Moments<S> moments_of_warp(const Place<S>& at, X&& x_at) {
   using P = Place<S>;
-  typename S::Acc sum = 0;
-  Deviations<S> deviations{at.lane, at.warp, center_of<S>(at.warp, x_at, sum)};
+  Deviations<S> deviations{at.lane, at.warp, center_of<S>(at.warp, x_at)};
 #pragma unroll
   for (int k = 0; k < P::kVectors; ++k) deviations.add(k, x_at(k));
-  return deviations.moments(sum);
+  return deviations.moments();
 }
 
 // use(k, load(k, inside), inside) for a lane's vectors from kFirst, kBatch at a time. `inside`: surely within the row,
@@ -112,13 +98,12 @@ __device__ Moments<S> moments_in_passing(const Place<S>& at, Load&& load, Value&
   for (int k = 0; k < S::kCenter; ++k) loaded[k] = load(k, false);
 #pragma unroll
   for (int k = 0; k < S::kCenter; ++k) first[k] = value(k, loaded[k], false);
-  typename S::Acc sum = 0;
-  Deviations<S> deviations{at.lane, at.warp, center_of<S>(at.warp, [&](int k) { return first[k]; }, sum)};
+  Deviations<S> deviations{at.lane, at.warp, center_of<S>(at.warp, [&](int k) { return first[k]; })};
 #pragma unroll
   for (int k = 0; k < S::kCenter; ++k) deviations.add(k, first[k]);
   batched_chunks<S, kBatch, S::kCenter>(
       load, [&](int k, const Loaded& each, bool inside) { deviations.add(k, value(k, each, inside), inside); });
-  return deviations.moments(sum);
+  return deviations.moments();
 }
 
 // The row's, relative to its first warp's mean: small numbers are added.
