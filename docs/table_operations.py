@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from table_parts import Cell, cells_of, digits, over_floor, sources, table
 
@@ -60,30 +59,31 @@ def _times(cell: Cell, other: str, ours: str = "kf-cuda") -> str:
 
 # The tables of other suites: the page, and the files, of which the first that has an operation counts.
 NEWEST = {
-    "rotary embedding": ("rope", ("rope-cuda.json", "rope.json")),
-    "quantised results": ("quantized", ("quantised.json",)),
+    "rotary embedding": ("rope", "rope.json"),
+    "quantised results": ("quantized", "quantised.json"),
 }
 
 
 def newest(name: str) -> Iterator[str]:
     """Time over the floor, and how many times as long PyTorch takes, of each operation in bf16."""
-    _, files = NEWEST[name]
-    cells: dict[tuple[Any, ...], Cell] = {}
-    for file in files:
-        cells = cells_of(file, "configuration", "operation", "direction") | cells
+    _, file = NEWEST[name]
+    cells = cells_of(file, "configuration", "operation", "direction")
     directions = list(dict.fromkeys(direction for *_, direction in cells))
     rows = []
     for shape, operation in dict.fromkeys(key[:2] for key in cells):
         row = [f"{operation}, {shape.replace('x', '×')}"]
         for direction in directions:
             cell = cells[shape, operation, direction]
-            ours = "kf-cuda" if "kf-cuda" in cell else "kf-triton"
-            row += [digits(cell[ours]["median_ms"] * 1e3), over_floor(cell, ours), _times(cell, "pytorch", ours)]
+            row += [
+                digits(cell["kf-cuda"]["median_ms"] * 1e3),
+                over_floor(cell, "kf-cuda"),
+                _times(cell, "pytorch", "kf-cuda"),
+            ]
         rows.append(row)
     figures = ("µs", "÷ floor", "PyTorch ÷ ours")
     head = [f"{direction}, {figure}" for direction in directions for figure in figures]
     yield from table(["operation", *head], rows)
-    yield sources(*files)
+    yield sources(file)
     yield ""
 
 

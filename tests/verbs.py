@@ -212,8 +212,8 @@ def _angles(x: Tensor) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
-# Triton's kernels take heads of at most 8192 columns.
-_MAX_PAIRS = 4095
+# With a norm, CUDA C++ takes heads of at most 512 columns.
+_MAX_PAIRS = 256
 
 
 def _two_heads(rows: int, cols: int) -> tuple[int, ...]:

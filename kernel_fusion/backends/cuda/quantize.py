@@ -14,8 +14,7 @@ from kernel_fusion.core.quantize import BLOCK
 from kernel_fusion.core.spec import ITEMSIZE, QuantizeAccess, QuantizeSpec, RowNormSpec
 
 _THREAD_BYTES = 64  # of x
-# Loads in flight, and threads per multiprocessor that registers allow. Threads that wait for a row's largest element
-# leave more to others.
+# Loads in flight, and threads per multiprocessor: more where they wait for a row's largest element.
 _AHEAD, _AHEAD_OF_ROWS = 4, 2
 _THREADS, _THREADS_OF_ROWS, _THREADS_OF_WIDE = 1024, 1344, 512
 
@@ -57,7 +56,7 @@ def plan(spec: QuantizeSpec, access: QuantizeAccess, device: Device) -> Quantize
 
 
 def has_whole_blocks(tree: Tree | Plan) -> bool:
-    """Whether blocks of columns that share a scale are those of neighbouring lanes."""
+    """Whether neighbouring lanes have the columns that share a scale."""
     return tree.warps == 1 or tree.lanes * tree.vec % BLOCK == 0
 
 

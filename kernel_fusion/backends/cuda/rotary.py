@@ -13,10 +13,10 @@ from kernel_fusion.core.spec import ITEMSIZE, RotaryAccess, RotarySpec
 
 # Threads per multiprocessor that registers must allow.
 _RESIDENT, _RESIDENT_F64 = 1024, 512
-# A norm keeps a weight and the next row, backward a sum too, which Blackwell's compiler gives more registers.
+# A norm keeps a weight and the next row, backward a sum too; on Blackwell it takes more registers.
 _NORM_THREADS = 128
 _FORWARD, _BACKWARD, _BACKWARD_BLACKWELL, _BACKWARD_F64 = 768, 512, 384, 256
-# Bytes of x, dy and angles per thread: more leave no room for the next row's, nor do words that hold unaligned pairs.
+# Bytes of x, dy and angles per thread that leave room for the next row's; words of unaligned pairs do not.
 _NEXT_BYTES = 96
 
 

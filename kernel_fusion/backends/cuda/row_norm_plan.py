@@ -19,8 +19,7 @@ from kernel_fusion.backends.cuda.user_table import Table, users_table
 from kernel_fusion.core.quantize import NO_CODES
 from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
 
-# With codes: bytes of a row in a thread with several warps' work; threads per multiprocessor that registers allow, of
-# these and of all others.
+# With codes: bytes of a row in a thread with several warps' work; threads per multiprocessor, of these and others.
 _BYTES, _THREADS, _MOST_THREADS = 64, 1024, 768
 
 

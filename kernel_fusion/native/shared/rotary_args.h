@@ -24,7 +24,7 @@ struct RotaryArgs {
   long long position_stride[2];
 };
 
-// With a norm. Backward turns dy, to dx or null, and reads x; the first blocks take the query's heads.
+// With a norm. Backward turns dy, to dx or null, and reads x. Query's blocks come first.
 struct RotaryNormArgs {
   RotaryArgs rotary;
   const void* weight[2];

@@ -1,4 +1,4 @@
-// The row-norm kernels' arguments, which backends/cuda/python_launch.py reads too.
+// Arguments of row norms, which backends/cuda/python_launch.py reads too.
 #pragma once
 
 namespace kf {
