@@ -40,7 +40,6 @@ def plan(spec: QuantizeSpec, access: QuantizeAccess, device: Device) -> Quantize
     if spec.codes.scales == "block" and not has_whole_blocks(tree):
         tree = Tree(tree.vec, 32, 1, 1, ceil_div(spec.cols, 32 * tree.vec))
     threads = max(SMALL_ROW_THREADS, tree.lanes) if tree.warps == 1 else 32 * tree.warps
-    # Single elements take a register each.
     held = tree.elements * max(ITEMSIZE[spec.x], 4 if tree.vec == 1 else 0)
     resident, rows = held <= 2 * _THREAD_BYTES, spec.codes.scales == "row"
     wide = ITEMSIZE[spec.x] > 2 or tree.vec == 1

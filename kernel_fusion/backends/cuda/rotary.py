@@ -13,7 +13,7 @@ from kernel_fusion.core.spec import ITEMSIZE, RotaryAccess, RotarySpec
 
 # Threads per multiprocessor that registers must allow.
 _RESIDENT, _RESIDENT_F64 = 1024, 512
-# A norm keeps a weight and the next row, backward a sum too; on Blackwell it takes more registers.
+# A norm keeps a weight and the next row; backward, which takes more registers on Blackwell, a sum too.
 _NORM_THREADS = 128
 _FORWARD, _BACKWARD, _BACKWARD_BLACKWELL, _BACKWARD_F64 = 768, 512, 384, 256
 # Bytes of x, dy and angles per thread that leave room for the next row's; words of unaligned pairs do not.
@@ -36,7 +36,6 @@ def plan(spec: RotarySpec, access: RotaryAccess, device: Device) -> RotaryPlan:
     units = ceil_div(spec.cols, 2) // access.vec
     lanes = min(32, power_of_two(units))
     held = ceil_div(units, lanes)
-    # Several narrow units take an address each.
     scarce = 2 if held > 1 else 1
     rows, resident = (2, _BACKWARD if device.arch < 100 else _BACKWARD_BLACKWELL) if spec.backward else (1, _FORWARD)
     resident //= scarce
