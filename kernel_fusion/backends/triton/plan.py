@@ -218,14 +218,11 @@ def norm_columns(itemsize: int, warp_size: int) -> Plan:
     return Plan(4, 2048 // _width(itemsize), _narrow(8, warp_size), resident=2)
 
 
-def norm_apply(cols: int, itemsize: int, warp_size: int) -> Plan:
-    """For what follows the sums of parts of rows: 4096 elements per program, half as many of float64.
-
-    A thread has 32, because half of its instructions do not depend on their number.
-    """
+def norm_apply(cols: int, itemsize: int, warp_size: int, *, warps: int) -> Plan:
+    """For what follows the sums of parts of rows: 4096 elements per program, half as many of float64."""
     most = _NORM_BLOCK // _width(itemsize)
     block, _ = _pieces(int(cols), 128, most)
-    return Plan(most // block, block, _narrow(4, warp_size), looped=int(cols) > block)
+    return Plan(most // block, block, _narrow(warps, warp_size), looped=int(cols) > block)
 
 
 def partial_sums(warp_size: int) -> Plan:

@@ -83,7 +83,7 @@ def apply(
     if h.numel() > 0:
         require_forward("triton_row_norm_apply", h, None, num_dims, weight, bias, out_dtype, s)
         cols, device = product(h.shape[h.dim() - num_dims :]), plan.device_of(h.device)
-        layout = plan.norm_apply(cols, h.dtype.itemsize, device.warp_size)
+        layout = plan.norm_apply(cols, h.dtype.itemsize, device.warp_size, warps=4)
         launch_forward(kernels.row_norm_apply, h, None, norm, s, [y, sums, stats], layout, stats=True)
     return y, stats
 
@@ -158,7 +158,8 @@ def backward_apply(
         call.require("triton_row_norm_bwd_apply", asked, *dtypes)
         given, numbers, groups, constants = arguments = call.arguments()
         cols = numbers[1] * constants["unit"]
-        layout = plan.norm_apply(cols, h.dtype.itemsize, plan.device_of(h.device).warp_size)
+        warp_size = plan.device_of(h.device).warp_size
+        layout = plan.norm_apply(cols, h.dtype.itemsize, warp_size, warps=8)
         per_group = -(-numbers[0] // layout.rows) * -(-cols // layout.block)
         wanted: dict[str, Any] = {"dx": made[0], "dother": made[1], "dweight": False, "dbias": False}
         laid = {"looped": layout.looped, **row_tile(layout, cols)}

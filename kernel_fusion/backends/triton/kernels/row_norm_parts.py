@@ -2,8 +2,8 @@
 
 `row_norm_fwd` and `row_norm_bwd` (C.part) come before it: they give the sums of a rank's columns, h if there is a
 residual, and partial sums of dweight and dbias. Here a program has ROWS rows of a block of columns. It takes the last
-rows first, because some are still in the L2 cache, and divides the sums, which branches, after asking for rows. Bytes
-per element, less those in the cache: x or h in and y out; backward x or h and dy in, dx out.
+rows first, because some are still in the L2 cache. Forward asks for rows before it divides the sums, which branches.
+Bytes per element, less those in the cache: x or h in and y out; backward x or h and dy in, dx out.
 """
 
 from __future__ import annotations
@@ -153,12 +153,12 @@ def row_norm_bwd_apply(
     row, rows, row_mask = rows_at(sample, group, lengths, strides, steps, C)
     statistics = statistics_of(stats_ptr, row, of_all(num_rows, groups, C), row_mask, C)
     mask = row_mask & col_mask
+    mean_gwn, mean_gw = means_over_ranks(sums_ptr, row, of_all(num_rows, groups, C), row_mask, C)
+    means = (mean_gwn.to(C.acc), mean_gw.to(C.acc))
     weight = of_group(weight_ptr, group, weight_pitch * C.unit, C)
     bias = of_group(bias_ptr, group, bias_pitch * C.unit, C)
     gate = of_group(gate_ptr, group, gate_pitch * C.unit, C)
     pointers = (dy_ptr, h_ptr, other_ptr, dh_ptr, weight, bias, gate, seed_ptr, dx_ptr, dother_ptr)
     n, _, _, gw, dfactor = gradient(pointers, rows, start, at, statistics, mask, col_mask, C, True)
     write_factor(pointers, rows, at, dfactor, mask, C, True)
-    mean_gwn, mean_gw = means_over_ranks(sums_ptr, row, of_all(num_rows, groups, C), row_mask, C)
-    means = (mean_gwn.to(C.acc), mean_gw.to(C.acc))
     write(pointers, rows, start, at, n, gw, means, statistics[1], (mask, col_mask), C, True)
