@@ -39,10 +39,10 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_rows_are_for_one_kernel() -> None:
-    """Every field of a spec is a condition, by its name or in parts; a new one that is not would be shared."""
+    """Every field of a spec is a condition, by its name or in parts; codes share the plan of their y."""
     named = {"dtype": "x", "dx": "grads", "dweight": "grads", "dbias": "grads"}
     conditions = {named.get(name, name) for names in user_table.CONDITIONS.values() for name in names}
-    assert {field.name for field in fields(RowNormSpec)} - conditions == {"direction"}
+    assert {field.name for field in fields(RowNormSpec)} - conditions == {"direction", "codes"}
 
 
 def test_a_table_comes_back_and_counts() -> None:
