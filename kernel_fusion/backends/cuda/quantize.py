@@ -42,7 +42,8 @@ def plan(spec: QuantizeSpec, access: QuantizeAccess, device: Device) -> Quantize
     threads = max(SMALL_ROW_THREADS, tree.lanes) if tree.warps == 1 else 32 * tree.warps
     held = tree.elements * max(ITEMSIZE[spec.x], 4 if tree.vec == 1 else 0)
     resident, rows = held <= 2 * _THREAD_BYTES, spec.codes.scales == "row"
-    wide = ITEMSIZE[spec.x] > 2 or tree.vec == 1
+    in_pieces = min(access.x.align, access.other.align) < tree.vec * ITEMSIZE[spec.x]
+    wide = ITEMSIZE[spec.x] > 2 or tree.vec == 1 or in_pieces
     together = _THREADS_OF_WIDE if wide else _THREADS_OF_ROWS if rows else _THREADS
     return QuantizePlan(
         threads=threads,
