@@ -329,7 +329,7 @@ def noting(function: Any) -> Any:
 
 @pytest.mark.parametrize(("decorator", "rewritten"), [(renaming, True), (noting, False)])
 def test_decorators_stay_around_a_rewritten_method(decorator: Any, rewritten: bool) -> None:
-    """What is inside is replaced, once for each decorator; a wrapper that may look elsewhere is left."""
+    """The inner function is replaced, once for each decorator; a wrapper that may look elsewhere is left."""
 
     class Decorated(Block):
         @decorator

@@ -22,7 +22,7 @@ Scales = Annotated[str, Names("Scales", ("given", "row", "block"))]
 
 @dataclass(frozen=True)
 class Codes:
-    """What a kernel makes of v: codes, their scales, and v too where it `keeps` it."""
+    """The results of a kernel that quantises v: codes, their scales, and v too if it `keeps` it."""
 
     code: Annotated[str, _CODES] | None = None
     scales: Scales = "given"

@@ -12,7 +12,7 @@ from typing import Any
 
 
 def inside(method: types.FunctionType) -> types.FunctionType:
-    """What the decorators call in the end; a wrapper that cannot be copied is the end."""
+    """The function that the decorators call in the end; a wrapper that cannot be copied is the end."""
     place = _place(method)
     return method if place is None else inside(_cells(method)[place])
 

@@ -158,7 +158,7 @@ template <class V> struct Divisor<V, true> {
 
 template <class S> inline constexpr bool kHasCodes = S::kCode != CodeType::kAbsent;
 
-// Where a row of V leaves its codes and scales; `At` says which vectors a thread has, and which warps a block.
+// Writes codes and scales of a row of V; `At` says which vectors a thread has, and which warps a block.
 template <class S, class V, class At> struct RowCodes {
   using P = Place<S>;
   static constexpr int kVec = S::kVec, kVectors = At::kVectors, kWarps = S::kWarps / S::kShares;

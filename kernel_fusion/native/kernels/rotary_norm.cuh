@@ -174,7 +174,7 @@ template <class S> struct LaneAngles {
 template <class S, class W> struct LaneWeight {
   using A = typename S::Acc;
   using Lane = HeadLane<S>;
-  // What follows a rounded normalised value is in the promoted type of all factors.
+  // Results after a rounded normalised value are in the promoted type of all factors.
   static constexpr bool kRoundsProduct = S::kRounds && (!kPresent<W> || kSame<W, typename S::X>);
   static constexpr bool kRoundsTurn = kRoundsProduct && kSame<typename S::Angle, typename S::X>;
 
@@ -197,7 +197,7 @@ template <class S> __device__ typename S::Acc rstd_of(typename S::Acc squares, d
   return reciprocal_sqrt(fused(squares, kPerCol<S>, static_cast<typename S::Acc>(eps)));
 }
 
-// Where a row is: a head of a token of an example. All rows of a walk are equally far apart.
+// The place of a row: a head of a token of an example. All rows of a walk are equally far apart.
 class HeadWalk {
  public:
   unsigned example, token, head;

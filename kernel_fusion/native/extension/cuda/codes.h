@@ -1,4 +1,4 @@
-// What kernels that make codes are told.
+// Key and arguments of kernels that make codes.
 #pragma once
 
 #include "cuda/launcher.h"
