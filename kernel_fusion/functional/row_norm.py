@@ -337,9 +337,11 @@ def _staged(
     try:
         rms = verb.endswith("rms_norm")
         num_dims = num_normalized_dims(input, normalized_shape)
-        if not num_dims or eps is None:
+        if not num_dims:
             shape, eps = resolved(verb, input, norm)
             num_dims = len(shape)
+        elif eps is None and rms:
+            eps = schemas.default_eps(input)
         seed = eager.draw_seed(input.device) if dropout_p > 0.0 else None
         serve = operator(verb, "staged_row_norm", backend, input, residual)
         if group is not None:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from kernel_fusion.backends import eager
 from kernel_fusion.core import arguments, stages
-from kernel_fusion.core.spec import compute_dtype
 
 # A number of normalised dimensions instead of shapes: a new row count then needs no new trace.
 _NORM = "(Tensor input, int num_dims, Tensor? weight=None, Tensor? bias=None, {eps}, float weight_offset=0., "
@@ -91,9 +90,13 @@ for _name, (_schema, _definition) in _REFERENCES.items():
     library.impl(_name, arguments.checked(overload(_name), _definition), "CompositeImplicitAutograd")
 
 
+# The machine epsilons of float32 and float64.
+_EPS = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
+
+
 def default_eps(input: Tensor) -> float:
     """rms_norm's `eps=None`: the compute type's machine epsilon."""
-    return torch.finfo(compute_dtype(input.dtype)).eps
+    return _EPS[input.dtype == torch.float64]
 
 
 def reference_call(name: str, *args: Any) -> Any:
