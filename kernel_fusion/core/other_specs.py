@@ -1,4 +1,4 @@
-"""Specs and accesses of all but the row norms; core/spec.py says what these are."""
+"""Specs and accesses of all but the row norms (core/spec.py)."""
 
 from __future__ import annotations
 
