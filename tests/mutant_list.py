@@ -20,13 +20,13 @@ _KERNELS = "kernel_fusion/native/kernels"
 _DEFINITION = (
     Mutant(
         "eager: eps is added after the root", f"{_EAGER}/row_norm.py",
-        "torch.sqrt(h.square().mean(dims, keepdim=True) + eps)",
-        "(torch.sqrt(h.square().mean(dims, keepdim=True)) + eps)",
+        "torch.sqrt(h.square().mean(dims, keepdim=True) + c.eps)",
+        "(torch.sqrt(h.square().mean(dims, keepdim=True)) + c.eps)",
         "tests/test_oracle.py::test_long_double_results_are_those_of_the_definition",
     ),
     Mutant(
         "eager: weight_offset is subtracted", f"{_EAGER}/row_norm.py",
-        "weight.to(h.dtype) + weight_offset", "weight.to(h.dtype) - weight_offset",
+        "weight.to(h.dtype) + c.weight_offset", "weight.to(h.dtype) - c.weight_offset",
         "tests/test_oracle.py::test_long_double_results_are_those_of_the_definition",
     ),
     Mutant(

@@ -13,9 +13,7 @@ from support import PACKAGE
 
 from kernel_fusion.backends.cuda import planner
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES
-from kernel_fusion.core.quantize import Codes
-from kernel_fusion.core.spec import (
-    Access,
+from kernel_fusion.core.other_specs import (
     PointwiseAccess,
     PointwiseSpec,
     QuantizeAccess,
@@ -24,12 +22,12 @@ from kernel_fusion.core.spec import (
     ReduceSpec,
     RotaryAccess,
     RotarySpec,
-    RowNormSpec,
     SoftmaxAccess,
     SoftmaxBwdSpec,
     SoftmaxSpec,
-    SumPartialsSpec,
 )
+from kernel_fusion.core.quantize import Codes
+from kernel_fusion.core.spec import Access, RowNormSpec, SumPartialsSpec
 
 _SM90 = KNOWN_DEVICES[90]
 

@@ -26,10 +26,7 @@ from kernel_fusion.backends.cuda.reduce import ReduceRule
 from kernel_fusion.config import cxx_compiler
 from kernel_fusion.core.activations import CODES
 from kernel_fusion.core.fields import kinds
-from kernel_fusion.core.quantize import Codes
-from kernel_fusion.core.spec import (
-    BITS,
-    ITEMSIZE,
+from kernel_fusion.core.other_specs import (
     Operand,
     PointwiseAccess,
     PointwiseSpec,
@@ -44,6 +41,8 @@ from kernel_fusion.core.spec import (
     SoftmaxBwdSpec,
     SoftmaxSpec,
 )
+from kernel_fusion.core.quantize import Codes
+from kernel_fusion.core.spec import BITS, ITEMSIZE
 
 _DTYPES = ("f32", "bf16", "f16", "f64")
 CODE_TYPES = kinds(Codes)["code"].names

@@ -17,9 +17,7 @@ from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
 from kernel_fusion.backends.cuda.launch import Launch
 from kernel_fusion.config import cxx_compiler
 from kernel_fusion.core.fields import Several, is_struct, kinds, literal, numbers
-from kernel_fusion.core.quantize import Codes
-from kernel_fusion.core.spec import (
-    Access,
+from kernel_fusion.core.other_specs import (
     Operand,
     PointwiseAccess,
     PointwiseSpec,
@@ -30,12 +28,12 @@ from kernel_fusion.core.spec import (
     RotaryAccess,
     RotarySpec,
     RowAccess,
-    RowNormSpec,
     SoftmaxAccess,
     SoftmaxBwdSpec,
     SoftmaxSpec,
-    SumPartialsSpec,
 )
+from kernel_fusion.core.quantize import Codes
+from kernel_fusion.core.spec import Access, RowNormSpec, SumPartialsSpec
 
 # One key per kind of kernel; no two fields of one meaning are equal.
 KEYS: dict[str, tuple[Any, Any]] = {

@@ -17,8 +17,9 @@ from kernel_fusion.backends.cuda import planner
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
 from kernel_fusion.backends.cuda.rehearsal import rehearsal
 from kernel_fusion.cli.model_calls import calls_of
+from kernel_fusion.core.other_specs import QuantizeSpec
 from kernel_fusion.core.quantize import NO_CODES
-from kernel_fusion.core.spec import QuantizeSpec, RowNormSpec
+from kernel_fusion.core.spec import RowNormSpec
 from kernel_fusion.operators import loader
 
 _H100 = KNOWN_DEVICES[90]

@@ -60,9 +60,7 @@ def bench(
     directions: Annotated[
         str | None, typer.Option(help=f"Some of {', '.join(DIRECTIONS)}. Default: the suite's, if it times kernels.")
     ] = None,
-    weights: Annotated[
-        str | None, typer.Option(help="The dtype of weight and bias of bare norms. Default: the input's.")
-    ] = None,
+    weights: Annotated[str | None, typer.Option(help="The dtype of bare norms' weights. Default: the input's.")] = None,
     backends: Annotated[
         str | None, typer.Option(help="Such as cuda,triton, side by side. Default: the suite's, or the device's own.")
     ] = None,
@@ -70,15 +68,12 @@ def bench(
         str | None, typer.Option(help=f"all, none, or some of {', '.join(PEERS)}. Default: the suite's.")
     ] = None,
     shape: Annotated[list[str] | None, typer.Option(help="RxN, repeatable: measured in place of the suite's.")] = None,
-    output_dir: Annotated[
-        Path | None, typer.Option(help="Default: a new folder in kernel-fusion-results for every run.")
-    ] = None,
+    output_dir: Annotated[Path | None, typer.Option(help="Default: a new folder in kernel-fusion-results.")] = None,
 ) -> None:
     """Measure our kernels beside PyTorch, its peers and the floor, after checking that results are right."""
     out = console()
     if list_suites:
-        rows = tuple((suite.name, suite.about or suite.title) for suite in SUITES.values())
-        show(tables.Table("Suites", ("name", "what it measures"), rows), out, of_numbers=False)
+        _list(out)
         raise typer.Exit
     if not suites:
         raise typer.BadParameter("name one or more suites, or ask for --list", param_hint="SUITE...")
@@ -98,11 +93,20 @@ def bench(
     )
     _check(chosen, selection)
     folder = writable(output_dir) if output_dir else new_folder(machine.device_slug(*devices))
+    _warn(devices, out)
+    raise typer.Exit(_measure_all(chosen, selection, folder, out))
+
+
+def _list(out: Console) -> None:
+    rows = tuple((suite.name, suite.about or suite.title) for suite in SUITES.values())
+    show(tables.Table("Suites", ("name", "what it measures"), rows), out, of_numbers=False)
+
+
+def _warn(devices: Sequence[torch.device], out: Console) -> None:
     if reason := plot.missing():
         out.print(f"No plots will be drawn: {reason}")
     if any(one.type == "cpu" for one in devices) and machine.load_average() > _BUSY_LOAD:
         out.print(f"This machine is busy (load {machine.load_average():.1f}): expect times that are too long and vary.")
-    raise typer.Exit(_measure_all(chosen, selection, folder, out))
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def profile(
         workload = case_workload(case, parse_shape(shape), chosen)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    out = console()
+    out, traces, exit_code = console(), list[Trace](), 0
     mine = [providers.ours(name) for name in _backends(split(backends) if backends else [], target, out)]
     if no_trace:
         for provider in mine:
@@ -70,8 +70,6 @@ def profile(
     folder = writable(output_dir) if output_dir else new_folder("profile")
     command = _command(case, shape, chosen, target, mine)
     about = results.describe([target], shlex.join(["kernel-fusion", *command]), trace.METHOD, {})
-    traces: list[Trace] = []
-    exit_code = 0
     try:
         for provider in track([providers.pytorch(), *mine], "traces", console=progress_console()):
             try:
@@ -85,11 +83,10 @@ def profile(
     _write_and_show(traces, workload, summary.heading(f"Profile of {case}", about), folder, out)
     if target.type == "cuda":
         out.print(f"The counters of the hardware{'' if shutil.which('ncu') else ', once `ncu` is on PATH'}:")
-        for one in traces:
-            if one.ours:
-                calls = _command(case, shape, chosen, target, [one.provider])
-                words = trace.ncu_command(one, ["python", "-m", "kernel_fusion", *calls, "--no-trace"])
-                out.print(shlex.join(words), soft_wrap=True)
+        for one in (each for each in traces if each.ours):
+            calls = _command(case, shape, chosen, target, [one.provider])
+            words = trace.ncu_command(one, ["python", "-m", "kernel_fusion", *calls, "--no-trace"])
+            out.print(shlex.join(words), soft_wrap=True)
     raise typer.Exit(exit_code)
 
 

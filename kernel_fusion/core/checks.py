@@ -13,7 +13,7 @@ from kernel_fusion.core.activations import ACTIVATIONS, IDENTITY
 from kernel_fusion.core.combinations import refusal
 from kernel_fusion.core.quantize import Quantize
 from kernel_fusion.core.spec import ROUNDINGS, ROWS, VERBS
-from kernel_fusion.core.stages import Given
+from kernel_fusion.core.stages import NormCall
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MASKS = (torch.bool, *FLOATING)
@@ -115,25 +115,16 @@ def row_norm(
         raise refusal(verb, "weight_offset", "weight", f", got weight_offset={weight_offset} without one")
 
 
-def staged_row_norm(
-    input: Tensor,
-    residual: Tensor | None,
-    stages: Given,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    weight_offset: float,
-    out_dtype: torch.dtype | None,
-    rms: bool,
-) -> None:
+def staged_row_norm(c: NormCall) -> None:
     """Raise unless tensors and stages fit; it checks only the other row's shape."""
-    rows = {"residual": residual} | {name: getattr(stages, name) for name in ROWS}
+    rows = {"residual": c.residual} | {name: getattr(c.stages, name) for name in ROWS}
     prefixes = [VERBS[name] for name, row in rows.items() if row is not None]
-    verb = "".join(prefixes[-1:]) + ("rms_norm" if rms else "layer_norm")
-    row_norm(verb, input, weight, bias, weight_offset, out_dtype)
+    verb = "".join(prefixes[-1:]) + ("rms_norm" if c.rms else "layer_norm")
+    row_norm(verb, c.input, c.weight, c.bias, c.weight_offset, c.out_dtype)
     for name, row in rows.items():
-        other_row(verb, name, input, row)
-    if stages.residual_gate is not None:
-        _check_companion(verb, "residual_gate", stages.residual_gate, input)
+        other_row(verb, name, c.input, row)
+    if c.stages.residual_gate is not None:
+        _check_companion(verb, "residual_gate", c.stages.residual_gate, c.input)
 
 
 def other_row(verb: str, argument: str, input: Tensor, other: Tensor | None) -> None:

@@ -13,7 +13,7 @@ from typing import Annotated, Literal, get_args
 import torch
 
 from kernel_fusion.core.activations import CODES, IDENTITY
-from kernel_fusion.core.fields import Names, Several, marks
+from kernel_fusion.core.fields import Names, marks
 from kernel_fusion.core.quantize import NO_CODES, Codes
 
 # Kernels also have booleans, and bits, eight to a byte.
@@ -23,7 +23,6 @@ ITEMSIZE = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}
 VECTOR_BYTES = 16
 _TORCH = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "f64": torch.float64}
 _NAMES = {dtype: name for name, dtype in _TORCH.items()}
-_BY_PRECISION = ("bf16", "f16", "f32", "f64")
 
 _PYTORCH = ("Half", "BFloat16", "Float", "Double", "Bool", "Bit")
 _DTYPES = Names("Dtype", (*DTYPES, BOOLEAN, BITS), enumerators=_PYTORCH, optional=True)
@@ -39,12 +38,6 @@ Dropout = Annotated[bool, bool, "dropout"]
 Row = Annotated[str, _DTYPES, "row"]
 # A tensor of the weight's shape.
 Vector = Annotated[str, _DTYPES, "vector"]
-Combine = Annotated[str, Names("Combine", ("first", "add", "mul", "gate"))]
-# How an operand is read: in order; by rows that are contiguous, repeat an element or have a stride; or element by
-# element, which only plans say.
-Mode = Annotated[str, Names("Mode", ("linear", "vector", "broadcast", "strided", "gather"))]
-# The terms of a sum.
-Map = Annotated[str, Names("Map", ("square", "abs", "none"))]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -121,8 +114,19 @@ ALONE = {"gate": ("rounding", "grouped")}
 VERBS = {"residual": "add_", "gate": "gated_"}
 
 
+class ByX:
+    """A spec whose `x` decides what it computes in."""
+
+    x: Dtype
+
+    @property
+    def acc(self) -> str:
+        """The type of sums."""
+        return "f64" if self.x == "f64" else "f32"
+
+
 @dataclass(frozen=True)
-class RowNormSpec(Stages):
+class RowNormSpec(Stages, ByX):
     """One kernel of a norm.
 
     Attributes:
@@ -153,11 +157,6 @@ class RowNormSpec(Stages):
     dgate: bool = False
     one_row: bool = False
     codes: Codes = NO_CODES
-
-    @property
-    def acc(self) -> str:
-        """The type of sums."""
-        return "f64" if self.x == "f64" else "f32"
 
     @property
     def has_stages(self) -> bool:
@@ -230,218 +229,3 @@ class SumPartialsSpec:
 
     def __str__(self) -> str:
         return f"sum_partials[N={self.cols or 'any'}, {self.acc} -> {self.first or '-'},{self.second or '-'}]"
-
-
-@dataclass(frozen=True)
-class PointwiseSpec:
-    """y = dropout(scale * f(a, b)), or its gradients.
-
-    Attributes:
-        a, b: dtypes. Backward's a may be `BITS` of the slope, its b the row that da is summed to.
-        da, db: dtypes, if wanted.
-        bits: whether forward writes them.
-    """
-
-    combine: Combine
-    activation: Activation
-    dropout: bool
-    a: Dtype
-    b: Dtype | None
-    y: Dtype | None = None
-    dy: Dtype | None = None
-    da: Dtype | None = None
-    db: Dtype | None = None
-    bits: bool = False
-
-    @property
-    def acc(self) -> str:
-        """The compute type."""
-        return "f64" if "f64" in (self.y, self.dy) else "f32"
-
-    @property
-    def result(self) -> str:
-        """The results' most precise dtype."""
-        return max(filter(None, (self.y, self.da, self.db)), key=_BY_PRECISION.index)
-
-
-@dataclass(frozen=True)
-class Operand:
-    """How an operand meets the iteration; bytes of alignment."""
-
-    mode: Mode = "linear"
-    align: int = VECTOR_BYTES
-
-
-Operands = Annotated[tuple[Operand, ...], Several(Operand, 5)]
-
-
-@dataclass(frozen=True)
-class PointwiseAccess:
-    """How pointwise operands lie.
-
-    Attributes:
-        dims: dimensions that address some operand.
-        vec: elements in the largest vector of the widest operand.
-        operands: y or da; db or written bits; dy; a or read bits; b.
-        lanes: threads along a row of whole vectors that db sums over, or 0.
-        aligned_positions: whether dropout's positions in vectors start at a multiple of vec.
-        divisor: the largest power of two that divides rows without whole vectors, or 0.
-        repeats: whether caches then hold all non-linear operands.
-    """
-
-    dims: int = 1
-    vec: int = 4
-    operands: Operands = (Operand(),) * 5
-    lanes: int = 0
-    aligned_positions: bool = True
-    divisor: int = 0
-    repeats: bool = False
-
-
-@dataclass(frozen=True)
-class ReduceSpec:
-    """out = factor * sum of map(in)."""
-
-    map: Map
-    input: Dtype
-    out: Dtype
-    acc: Dtype
-
-
-@dataclass(frozen=True)
-class ReduceAccess:
-    """How a reduction reads.
-
-    Attributes:
-        vec, lanes, threads: for columns: elements per vector, threads along and of a block. 0 for rows.
-        capacity: vectors per chunk of a row, rounded up to a power of two.
-        nested: whether two coordinates address a row.
-    """
-
-    vec: int = 0
-    lanes: int = 0
-    threads: int = 0
-    capacity: int = 0
-    contiguous: bool = True
-    chunked: bool = False
-    nested: bool = False
-    align: int = VECTOR_BYTES
-    align_out: int = VECTOR_BYTES
-
-
-@dataclass(frozen=True)
-class SoftmaxSpec:
-    """Softmax of rows of x, perhaps with a mask ("b8": boolean)."""
-
-    x: Dtype
-    mask: Dtype | None = None
-    causal: bool = False
-
-    @property
-    def acc(self) -> str:
-        """The compute type."""
-        return "f64" if self.x == "f64" else "f32"
-
-
-@dataclass(frozen=True)
-class SoftmaxBwdSpec:
-    """Its gradient. With `leaves_out`, dx is 0 where y is."""
-
-    dy: Dtype
-    y: Dtype
-    dx: Dtype
-    leaves_out: bool = False
-
-    @property
-    def acc(self) -> str:
-        """The compute type."""
-        return "f64" if "f64" in (self.dy, self.y, self.dx) else "f32"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RotarySpec:
-    """Heads of `cols` columns, of which `half` pairs turn; `rounds` products; `backward` the other way.
-
-    After a `norm` with weights, perhaps an `offset`; `sums` are their gradients.
-    """
-
-    x: Dtype = "f32"
-    angles: Dtype = "f32"
-    cols: int = 0
-    half: int = 0
-    interleaved: bool = False
-    rounds: bool = False
-    backward: bool = False
-    norm: bool = False
-    query_weight: Dtype | None = None
-    key_weight: Dtype | None = None
-    offset: bool = False
-    sums: bool = False
-
-    @property
-    def acc(self) -> str:
-        """The compute type."""
-        return "f64" if self.x == "f64" else "f32"
-
-
-@dataclass(frozen=True)
-class RotaryAccess:
-    """How all lie; a token's threads; bytes of a position, or 0."""
-
-    vec: int = 1
-    threads: int = 32
-    positions: int = 0
-    align: int = VECTOR_BYTES
-    align_out: int = VECTOR_BYTES
-    align_angles: int = VECTOR_BYTES
-    align_weights: int = VECTOR_BYTES
-
-
-@dataclass(frozen=True)
-class RowAccess:
-    """As in `Access`."""
-
-    align: int = VECTOR_BYTES
-    strided: bool = False
-
-
-@dataclass(frozen=True)
-class SoftmaxAccess:
-    """How a softmax's tensors lie.
-
-    Attributes:
-        vec: divides the row.
-        capacity: vectors per row, rounded up to 2^k or 3 * 2^k.
-        x, other: x and mask; in backward y and dy.
-        mask_repeats: whether a mask's row repeats one element.
-    """
-
-    vec: int
-    capacity: int
-    x: RowAccess = RowAccess()
-    other: RowAccess = RowAccess()
-    mask_repeats: bool = False
-
-
-@dataclass(frozen=True)
-class QuantizeSpec:
-    """Codes of x, or of activation(x) * other."""
-
-    cols: int
-    x: Dtype
-    other: Dtype | None = None
-    activation: Activation = IDENTITY
-    codes: Codes = NO_CODES
-
-    @property
-    def acc(self) -> str:
-        """The compute type."""
-        return "f64" if self.x == "f64" else "f32"
-
-
-@dataclass(frozen=True)
-class QuantizeAccess:
-    """How x and other lie."""
-
-    x: RowAccess = RowAccess()
-    other: RowAccess = RowAccess()

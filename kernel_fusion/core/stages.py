@@ -13,8 +13,6 @@ from torch import Tensor
 from kernel_fusion.core.fields import Names, kinds, marks
 from kernel_fusion.core.spec import ALONE, ROWS, VECTORS, Stages, dtype_name
 
-FIRST = 9  # position in `staged_row_norm`
-
 
 class Argument(NamedTuple):
     """An operator's argument.
@@ -57,8 +55,6 @@ ARGUMENTS = tuple(_arguments())
 TENSORS = tuple(each.name for each in ARGUMENTS if each.type == "Tensor?")
 NAMES = {each.name: each.kind.names for each in ARGUMENTS if each.type == "str"}
 ACTIVATIONS_OF_STAGES = tuple(each.name for each in ARGUMENTS if each.kind == kinds(Stages)["activation"])
-# Positions in `staged_row_norm`.
-PLACES = {each.name: FIRST + i for i, each in enumerate(ARGUMENTS) if each.type == "Tensor?"}
 SCHEMA = ", ".join(f"{each.type} {each.name}={each.default!r}" for each in ARGUMENTS)
 _tuple_of: Any = namedtuple  # type checkers cannot follow derived names
 
@@ -67,6 +63,41 @@ class Given(_tuple_of("Given", [a.name for a in ARGUMENTS], defaults=[a.default 
     """Stage arguments, in order."""
 
     __slots__ = ()
+
+
+class NormCall(NamedTuple):
+    """The arguments of `staged_row_norm`."""
+
+    input: Tensor
+    residual: Tensor | None
+    num_dims: int
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    weight_offset: float
+    out_dtype: torch.dtype | None
+    rms: bool
+    stages: Given
+
+    @property
+    def vectors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The tensors of a row's shape, or of groups'."""
+        return self.weight, self.bias, self.stages.residual_gate
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """One by one."""
+        return *self[:FIRST], *self.stages
+
+
+# Positions in `staged_row_norm`.
+FIRST = NormCall._fields.index("stages")
+PLACES = {each.name: FIRST + i for i, each in enumerate(ARGUMENTS) if each.type == "Tensor?"}
+
+
+def norm_call(*args: Any) -> NormCall:
+    """The call with these arguments."""
+    return NormCall(*args[:FIRST], Given(*args[FIRST:]))  # type: ignore[call-arg]
 
 
 def of_verb(arguments: Mapping[str, Any]) -> dict[str, Any]:

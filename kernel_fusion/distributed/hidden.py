@@ -27,7 +27,7 @@ from kernel_fusion.backends.availability import is_dtensor, refusal, why_not_tri
 from kernel_fusion.core import checks
 from kernel_fusion.core.combinations import without_kernels
 from kernel_fusion.core.spec import Stages, compute_dtype
-from kernel_fusion.core.stages import Given, compiled_in, rows_in
+from kernel_fusion.core.stages import NormCall, compiled_in, norm_call, rows_in
 from kernel_fusion.errors import BackendUnavailableError
 
 Groups = tuple[dist.ProcessGroup, ...]
@@ -85,43 +85,41 @@ def _row_norm(
     return staged(input, None, *affine)[0]
 
 
-def _staged_row_norm(
-    backend: str | None, groups: Groups, input: Tensor, residual: Tensor | None, *others: Any
-) -> tuple[Tensor, Tensor]:
+def _staged_row_norm(backend: str | None, groups: Groups, *args: Any) -> tuple[Tensor, Tensor]:
     """The norm by the Triton kernels, or by the definition."""
-    num_dims, weight, bias, eps, offset, out_dtype, rms, *stages = others
-    shape = checks.parameter_shape(input, num_dims, Given(*stages).grouped, weight, bias)
-    if not checks.parameters_fit(shape, weight, bias):
-        eager.pytorch_row_norm(input, shape, weight, bias, eps, offset, None, rms)  # raises, before ranks wait
-    if out_dtype is None and triton.under_autocast(input):
-        out_dtype = torch.float32
-    others = (num_dims, weight, bias, eps, offset, out_dtype, rms, *stages)
-    tensors = [t for t in (input, residual, weight, bias) if t is not None]
+    c = norm_call(*args)
+    input, affine = c.input, (c.weight, c.bias)
+    shape = checks.parameter_shape(input, c.num_dims, c.stages.grouped, *affine)
+    if not checks.parameters_fit(shape, *affine):
+        # Raises, before ranks wait.
+        eager.pytorch_row_norm(input, shape, *affine, c.eps, c.weight_offset, None, c.rms)
+    if c.out_dtype is None and triton.under_autocast(input):
+        c = c._replace(out_dtype=torch.float32)
+    tensors = [t for t in (input, c.residual, *affine) if t is not None]
     on_gpu = input.device.type in ("cuda", "xpu") and why_not_triton(input.device) is None
     if backend == "triton" or (backend is None and on_gpu and not any(map(refusal, tensors))):
         from kernel_fusion.backends.triton import row_norm_parts
 
-        return row_norm_parts.staged_row_norm(partial(_all_reduce, groups), input, residual, *others)
-    return _definition(groups, input, residual, *others)
+        return row_norm_parts.staged_row_norm(partial(_all_reduce, groups), *c.arguments)
+    return _definition(groups, c)
 
 
-def _definition(groups: Groups, input: Tensor, residual: Tensor | None, *others: Any) -> tuple[Tensor, Tensor]:
+def _definition(groups: Groups, c: NormCall) -> tuple[Tensor, Tensor]:
     """As the definition, backends/eager/row_norm.py, with the norm in the middle over all ranks."""
-    num_dims, weight, bias, eps, weight_offset, out_dtype, rms, *stages = others
-    s = Given(*stages)
-    checks.staged_row_norm(input, residual, s, weight, bias, weight_offset, out_dtype, rms)
-    wide, around = compute_dtype(input.dtype), Stages(**compiled_in(s._asdict()))
-    s = rows_in(wide, s)
+    checks.staged_row_norm(c)
+    input, residual = c.input, c.residual
+    wide, around = compute_dtype(input.dtype), Stages(**compiled_in(c.stages._asdict()))
+    s = rows_in(wide, c.stages)
     h, summed = input, input.new_empty(0)
     if around.changes_x or residual is not None:
         h = eager.before_norm(input.to(wide), s, lambda u: eager.dropout(u.contiguous(), s.dropout_p, s.seed))
     if residual is not None:
         h = summed = (h + residual.to(wide)).to(residual.dtype)
-    result = out_dtype or input.dtype
+    result = c.out_dtype or input.dtype
     rounds_to = (input if residual is None else residual).dtype if s.rounding == "hf" else None
-    norm = _Norm(num_dims, eps, weight_offset, rms, wide if around.follows else result, rounds_to)
+    norm = _Norm(c.num_dims, c.eps, c.weight_offset, c.rms, wide if around.follows else result, rounds_to)
     apply: Callable[..., Tensor] = _JoinedNorm.apply
-    y = apply(h, weight, bias, norm, groups)
+    y = apply(h, c.weight, c.bias, norm, groups)
     return eager.after_norm(y, s).to(result), summed
 
 

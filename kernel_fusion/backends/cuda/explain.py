@@ -1,7 +1,4 @@
-"""The lines of `kernel_fusion.explain` for CUDA kernels, from their plans.
-
-A family's function takes the call's named arguments; a verb without one has no lines.
-"""
+"""The lines of `kernel_fusion.explain` for CUDA kernels, from their plans."""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ from kernel_fusion.backends.cuda.planner import KERNELS
 from kernel_fusion.backends.cuda.reduce import ReduceRule
 from kernel_fusion.core.activations import CODES
 from kernel_fusion.core.fields import COUNTERS, Names, Several, constant, count, is_struct, kinds, literal
-from kernel_fusion.core.spec import VECTOR_BYTES, PointwiseAccess, PointwiseSpec
+from kernel_fusion.core.other_specs import PointwiseAccess, PointwiseSpec
+from kernel_fusion.core.spec import VECTOR_BYTES
 
 _NATIVE = Path(__file__).parents[2] / "native"
 _FRAME = """// {about}
@@ -101,12 +102,12 @@ def texts() -> dict[Path, str]:
     constants = {"key_fields": longest, "vector_bytes": VECTOR_BYTES, "partial_cols": sum_partials.COLS}
     slots = {"operands": kinds(PointwiseAccess)["operands"].length}
     names = _FRAME.format(
-        about="The names that fields have (core/spec.py), and lists of names in the order of their codes.",
+        about="The names that fields of specs have, and lists of names in the order of their codes.",
         includes="".join(_list(name, of) for name, of in lists.items()),
         body="".join(map(_enumeration, enumerations)) + _constants(slots),
     )
     specs = _FRAME.format(
-        about="Specs, accesses and launches: core/spec.py and backends/cuda/launch.py say what their fields are.",
+        about="Specs, accesses and launches: core/spec.py, core/other_specs.py, backends/cuda/launch.py define them.",
         includes='#include "shared/names.h"\n\n',
         body="\n".join(_struct(owner, numbers.get(owner)) for owner in structs) + _constants(constants),
     )

@@ -22,10 +22,7 @@ from kernel_fusion.backends.cuda.row_norm_plan import plan_row_norm
 from kernel_fusion.backends.cuda.row_norm_source import row_norm_source
 from kernel_fusion.backends.cuda.source import Source
 from kernel_fusion.core.fields import kinds, numbers, read
-from kernel_fusion.core.spec import (
-    ITEMSIZE,
-    Access,
-    Direction,
+from kernel_fusion.core.other_specs import (
     PointwiseAccess,
     PointwiseSpec,
     QuantizeAccess,
@@ -34,12 +31,11 @@ from kernel_fusion.core.spec import (
     ReduceSpec,
     RotaryAccess,
     RotarySpec,
-    RowNormSpec,
     SoftmaxAccess,
     SoftmaxBwdSpec,
     SoftmaxSpec,
-    SumPartialsSpec,
 )
+from kernel_fusion.core.spec import ITEMSIZE, Access, Direction, RowNormSpec, SumPartialsSpec
 
 Spec = RowNormSpec | SumPartialsSpec | PointwiseSpec | ReduceSpec | SoftmaxSpec | SoftmaxBwdSpec | RotarySpec
 Spec |= QuantizeSpec

@@ -8,7 +8,8 @@ from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.backends.cuda.launch import Launch
 from kernel_fusion.backends.cuda.source import Source
 from kernel_fusion.core.fields import constants
-from kernel_fusion.core.spec import BITS, ITEMSIZE, VECTOR_BYTES, Operand, Operands, PointwiseAccess, PointwiseSpec
+from kernel_fusion.core.other_specs import Operand, Operands, PointwiseAccess, PointwiseSpec
+from kernel_fusion.core.spec import BITS, ITEMSIZE, VECTOR_BYTES
 
 _THREADS = 128  # larger blocks are slower, smaller ones too short
 # Twice as many for fp16 and bf16 dropout and gathered operands, unless a single row meets all others.

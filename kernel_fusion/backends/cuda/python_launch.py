@@ -170,33 +170,17 @@ def _stats_addresses(stats: Tensor, rms: bool) -> tuple[int | None, int]:  # pra
     return (None, stats[0].data_ptr()) if rms else (stats[0].data_ptr(), stats[1].data_ptr())
 
 
-def row_norm_fwd(  # pragma: gpu
-    input: Tensor,
-    num_dims: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    out_dtype: torch.dtype | None,
-    rms: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`kernel_fusion::row_norm_fwd` on CUDA tensors, without stages."""
-    x, weight, bias = (None if t is None else t.contiguous() for t in (input, weight, bias))
-    assert x is not None
+def row_norm_fwd(input: Tensor, num_dims: int, *norm: Any) -> tuple[Tensor, Tensor, Tensor]:  # pragma: gpu
+    """`kernel_fusion::row_norm_fwd` without stages."""
+    *affine, eps, weight_offset, out_dtype, rms = norm
+    x = input.contiguous()
+    weight, bias = (None if t is None else t.contiguous() for t in affine)
     y = torch.empty_like(x, dtype=out_dtype)
     stats = _empty_stats(input, num_dims, rms)
     rows, cols = _geometry(x, num_dims)
     if y.numel():
-        spec = RowNormSpec(
-            "forward",
-            rms,
-            cols,
-            dtype_name(x.dtype),
-            dtype_name(y.dtype),
-            _name(weight),
-            _name(bias),
-            weight_offset != 0,
-        )
+        names = dtype_name(x.dtype), dtype_name(y.dtype), _name(weight), _name(bias)
+        spec = RowNormSpec("forward", rms, cols, *names, weight_offset != 0)
         access = Access(_row_alignment(x, cols), _row_alignment(y, cols), _alignment(weight, bias))
         kernel = _kernel(spec, access, x.device.index)
         pointers = (_address(x), _address(weight), _address(bias), _address(y), *_stats_addresses(stats, rms))
@@ -218,7 +202,7 @@ def row_norm_bwd(  # pragma: gpu
     rms: bool,
     output_mask: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`kernel_fusion::row_norm_bwd` on CUDA tensors, without stages."""
+    """`kernel_fusion::row_norm_bwd` without stages."""
     dy, x = dy.contiguous(), input.contiguous()
     weight = None if weight is None else weight.contiguous()
     rows, cols = _geometry(x, num_dims)

@@ -10,8 +10,9 @@ from kernel_fusion.backends.cuda.plan import SMALL_ROW_THREADS, Plan
 from kernel_fusion.backends.cuda.source import Source
 from kernel_fusion.backends.cuda.tree import Tree, ceil_div, spread_row
 from kernel_fusion.core.fields import constants
+from kernel_fusion.core.other_specs import QuantizeAccess, QuantizeSpec
 from kernel_fusion.core.quantize import BLOCK
-from kernel_fusion.core.spec import ITEMSIZE, QuantizeAccess, QuantizeSpec, RowNormSpec
+from kernel_fusion.core.spec import ITEMSIZE, RowNormSpec
 
 _THREAD_BYTES = 64  # of x
 # Loads in flight, and threads per multiprocessor: more where they wait for a row's largest element.

@@ -8,7 +8,8 @@ from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.backends.cuda.launch import Launch
 from kernel_fusion.backends.cuda.source import Source
 from kernel_fusion.core.fields import constants
-from kernel_fusion.core.spec import ITEMSIZE, VECTOR_BYTES, ReduceAccess, ReduceSpec
+from kernel_fusion.core.other_specs import ReduceAccess, ReduceSpec
+from kernel_fusion.core.spec import ITEMSIZE, VECTOR_BYTES
 
 _WARP_CAPACITY = 256  # vectors of the longest row of a warp's lanes
 _WARP_THREADS = 128

@@ -9,7 +9,8 @@ from kernel_fusion.backends.cuda.launch import Launch
 from kernel_fusion.backends.cuda.source import Source
 from kernel_fusion.backends.cuda.tree import ceil_div, power_of_two
 from kernel_fusion.core.fields import constants
-from kernel_fusion.core.spec import ITEMSIZE, RotaryAccess, RotarySpec
+from kernel_fusion.core.other_specs import RotaryAccess, RotarySpec
+from kernel_fusion.core.spec import ITEMSIZE
 
 # Threads per multiprocessor that registers must allow.
 _RESIDENT, _RESIDENT_F64 = 1024, 512

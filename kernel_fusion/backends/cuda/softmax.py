@@ -11,7 +11,8 @@ from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.backends.cuda.launch import Launch
 from kernel_fusion.backends.cuda.source import Source
 from kernel_fusion.core.fields import constants
-from kernel_fusion.core.spec import ITEMSIZE, VECTOR_BYTES, RowAccess, SoftmaxAccess, SoftmaxBwdSpec, SoftmaxSpec
+from kernel_fusion.core.other_specs import RowAccess, SoftmaxAccess, SoftmaxBwdSpec, SoftmaxSpec
+from kernel_fusion.core.spec import ITEMSIZE, VECTOR_BYTES
 
 _MAX_THREADS = 1024
 _ROWS_THREADS = 128  # of several rows

@@ -1,4 +1,4 @@
-"""The definition of every operation in plain PyTorch, by which all other backends are tested.
+"""The definition of every operation in plain PyTorch.
 
 It is also differentiated, so it composes differentiable operations.
 """

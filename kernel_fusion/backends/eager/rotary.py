@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,36 +15,23 @@ from kernel_fusion.core.rotary import Rotary, problem, rounds_to
 from kernel_fusion.core.spec import compute_dtype
 
 
-def qk_norm_rope(
-    query: Tensor,
-    key: Tensor | None,
-    query_weight: Tensor | None,
-    key_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    eps: float | None,
-    weight_offset: float,
-    interleaved: bool,
-    rounding: str,
-) -> tuple[Tensor, Tensor]:
-    """Query and key (empty if absent); core/rotary.py has the shapes.
+def qk_norm_rope(*args: Any) -> tuple[Tensor, Tensor]:
+    """Query and key (empty if absent); core/rotary.py has the arguments.
 
     A head x has n = x / sqrt(E[x²] + eps) * (weight_offset + weight), or without `eps` n = x. Its first R columns are
     pairs (n1, n2): i and i + R / 2, or 2 i and 2 i + 1 if `interleaved`.
 
         y1 = n1 * cos[i] - n2 * sin[i], y2 = n2 * cos[i] + n1 * sin[i], elsewhere y = n
 
-    y is rounded once. With "hf", the normalised value is rounded to the dtype of x, its product with the weight to the
-    promoted one, and the rotation's products and sums to that promoted with cos.
+    y is rounded once, with "hf" as `rounds_to` says.
     """
-    c = Rotary(query, key, query_weight, key_weight, cos, sin, positions, eps, weight_offset, interleaved, rounding)
+    c = Rotary(*args)
     if text := problem(c):
-        raise RuntimeError(f"`{'rope' if eps is None else 'qk_norm_rope'}`: {text}")
-    wide = compute_dtype(query.dtype)
-    angles = [_of_tokens(t, positions).to(wide) for t in (cos, sin)]
+        raise RuntimeError(f"`{'rope' if c.eps is None else 'qk_norm_rope'}`: {text}")
+    wide = compute_dtype(c.query.dtype)
+    angles = [_of_tokens(t, c.positions).to(wide) for t in (c.cos, c.sin)]
     results = [_rotated(c, x, weight, angles) for _, x, weight in c.heads]
-    return results[0], query.new_empty(0) if key is None else results[1]
+    return results[0], c.query.new_empty(0) if c.key is None else results[1]
 
 
 def _of_tokens(table: Tensor, positions: Tensor | None) -> Tensor:

@@ -12,53 +12,28 @@ from kernel_fusion.backends.eager.dropout import dropout
 from kernel_fusion.core import checks
 from kernel_fusion.core.activations import formula
 from kernel_fusion.core.spec import compute_dtype
-from kernel_fusion.core.stages import Given, rows_in
+from kernel_fusion.core.stages import Given, NormCall, norm_call, rows_in
 
 
-def row_norm(
-    input: Tensor,
-    num_dims: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    out_dtype: torch.dtype | None,
-    rms: bool,
-) -> Tensor:
-    """The norm over the last `num_dims` dimensions."""
-    verb = "rms_norm" if rms else "layer_norm"
-    shape = list(input.shape[input.dim() - num_dims :])
-    foreign = input.dtype not in checks.FLOATING or input.layout != torch.strided
-    if foreign or not checks.parameters_fit(shape, weight, bias):
-        return pytorch_row_norm(input, shape, weight, bias, eps, weight_offset, out_dtype, rms)
-    checks.row_norm(verb, input, weight, bias, weight_offset, out_dtype)
-    h = input.to(compute_dtype(input.dtype))
-    return _normalize(h, num_dims, weight, bias, eps, weight_offset, rms).to(out_dtype or input.dtype)
+def row_norm(input: Tensor, *norm: Any) -> Tensor:
+    """The norm without a residual."""
+    return staged_row_norm(input, None, *norm)[0]
 
 
-def _normalize(
-    h: Tensor,
-    num_dims: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    rms: bool,
-    rounds_to: torch.dtype | None = None,
-) -> Tensor:
+def _normalize(h: Tensor, c: NormCall, rounds_to: torch.dtype | None = None) -> Tensor:
     """In the compute type; given `rounds_to`, h's dtype, it rounds as Hugging Face's norms do."""
-    dims = tuple(range(-num_dims, 0))
-    if not rms:
+    dims = tuple(range(-c.num_dims, 0))
+    if not c.rms:
         h = h - h.mean(dims, keepdim=True)
-    y = h / torch.sqrt(h.square().mean(dims, keepdim=True) + eps)
+    y = h / torch.sqrt(h.square().mean(dims, keepdim=True) + c.eps)
     if rounds_to is not None:
         y = rounded(y, rounds_to)
-    if weight is not None:
-        y = y * (weight.to(h.dtype) + weight_offset)
-    if bias is not None:
-        y = y + bias.to(h.dtype)
-    if rounds_to is not None and weight is not None:
-        y = rounded(y, torch.promote_types(rounds_to, weight.dtype))
+    if c.weight is not None:
+        y = y * (c.weight.to(h.dtype) + c.weight_offset)
+    if c.bias is not None:
+        y = y + c.bias.to(h.dtype)
+    if rounds_to is not None and c.weight is not None:
+        y = rounded(y, torch.promote_types(rounds_to, c.weight.dtype))
     return y
 
 
@@ -85,61 +60,39 @@ def after_norm(n: Tensor, s: Given) -> Tensor:
     return formula(s.activation)(_gated(n, None if s.gate_first else s.gate, s))
 
 
-def staged_row_norm(
-    input: Tensor,
-    residual: Tensor | None,
-    num_dims: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    out_dtype: torch.dtype | None,
-    rms: bool,
-    *stages: Any,
-) -> tuple[Tensor, Tensor]:
+def staged_row_norm(*args: Any) -> tuple[Tensor, Tensor]:
     """The norm with its stages, and h in the residual's dtype, or empty.
 
     u = dropout(pre_activation(input)), h = residual + residual_gate * u, output = activation(norm(h) * weight + bias).
-    h is rounded to the residual's dtype before the norm. Rounding "hf" rounds norm(h) to the dtype of h, without a
-    residual the input's; and, with a weight, the activation's argument to the promoted dtype of that and the weight's.
     A gate goes with no other stage: its activation multiplies the input if `gate_first`, else the result. If `grouped`,
     weight, bias and residual_gate broadcast to the input (core/groups.py).
     """
-    s = Given(*stages)
-    shape = checks.parameter_shape(input, num_dims, s.grouped, weight, bias, s.residual_gate)
-    affine = weight, bias, eps, weight_offset
+    c = norm_call(*args)
+    input, residual = c.input, c.residual
+    shape = checks.parameter_shape(input, c.num_dims, c.stages.grouped, *c.vectors)
     foreign = input.dtype not in checks.FLOATING or input.layout != torch.strided
-    if foreign or not checks.parameters_fit(shape, weight, bias, s.residual_gate):
-        return _foreign(input, residual, num_dims, shape, affine, out_dtype, rms, s)
-    checks.staged_row_norm(input, residual, s, weight, bias, weight_offset, out_dtype, rms)
+    if foreign or not checks.parameters_fit(shape, *c.vectors):
+        return _foreign(c, shape)
+    checks.staged_row_norm(c)
     wide = compute_dtype(input.dtype)
-    s = rows_in(wide, s)
+    s = rows_in(wide, c.stages)
     h = before_norm(input.to(wide), s, lambda u: dropout(u.contiguous(), s.dropout_p, s.seed))
     summed = input.new_empty(0)
     if residual is not None:
         summed = (h + residual.to(wide)).to(residual.dtype)
         h = summed.to(wide)
     rounds_to = (input if residual is None else residual).dtype if s.rounding == "hf" else None
-    n = _normalize(h, num_dims, *affine, rms, rounds_to)
-    return after_norm(n, s).to(out_dtype or input.dtype), summed
+    return after_norm(_normalize(h, c, rounds_to), s).to(c.out_dtype or input.dtype), summed
 
 
-def _foreign(
-    input: Tensor,
-    residual: Tensor | None,
-    num_dims: int,
-    shape: Sequence[int],
-    affine: tuple[Tensor | None, Tensor | None, float, float],
-    out_dtype: torch.dtype | None,
-    rms: bool,
-    s: Given,
-) -> tuple[Tensor, Tensor]:
-    normalized_shape = list(input.shape[input.dim() - num_dims :])
-    apart = (s.rounding == "hf" or shape != normalized_shape) and checks.parameters_fit(shape, *affine[:2])
-    h = before_norm(input, s, lambda u: torch.nn.functional.dropout(u, s.dropout_p))
-    h = h if residual is None else h + residual
-    y = after_norm(pytorch_row_norm(h, normalized_shape, *affine, out_dtype, rms, apart), s)
-    return y, torch.empty(0, dtype=y.dtype, device=y.device) if residual is None else h
+def _foreign(c: NormCall, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    s, affine = c.stages, (c.weight, c.bias, c.eps, c.weight_offset, c.out_dtype, c.rms)
+    normalized_shape = list(c.input.shape[c.input.dim() - c.num_dims :])
+    apart = (s.rounding == "hf" or shape != normalized_shape) and checks.parameters_fit(shape, c.weight, c.bias)
+    h = before_norm(c.input, s, lambda u: torch.nn.functional.dropout(u, s.dropout_p))
+    h = h if c.residual is None else h + c.residual
+    y = after_norm(pytorch_row_norm(h, normalized_shape, *affine, apart), s)
+    return y, torch.empty(0, dtype=y.dtype, device=y.device) if c.residual is None else h
 
 
 def pytorch_row_norm(

@@ -14,8 +14,7 @@ from kernel_fusion.core.spec import compute_dtype
 def softmax(input: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
     """softmax(scale * input + mask); the mask is boolean (True = keep) or additive.
 
-    `causal` keeps columns j <= i of row i. With a mask or `causal`, a row of -inf gives zeros, and masked elements
-    are 0 even beside NaN, which `torch.softmax` spreads.
+    With a mask or `causal`, a row of -inf gives zeros, and masked elements are 0 even beside NaN.
     """
     if mask is not None:
         checks.mask("softmax", mask)

@@ -18,7 +18,7 @@ from kernel_fusion.core import checks
 from kernel_fusion.core.activations import CODES as ACTIVATIONS
 from kernel_fusion.core.arguments import floating, require
 from kernel_fusion.core.quantize import BLOCK, LARGEST, empty_scales
-from kernel_fusion.core.stages import Given
+from kernel_fusion.core.stages import FIRST, Given, NormCall
 
 
 @torch.library.triton_op("kernel_fusion::triton_quantize", mutates_args={})
@@ -62,23 +62,24 @@ def quantized_row_norm(
     *stages: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes and scales of a norm's y; that where it is kept; and h, without elements where there is no residual."""
-    s, norm = Given(*stages), (num_dims, weight, bias, eps, weight_offset, rms)
-    checks.staged_row_norm(input, residual, s, weight, bias, weight_offset, out_dtype, rms)
+    s = Given(*stages)
+    call = NormCall(input, residual, num_dims, weight, bias, eps, weight_offset, out_dtype, rms, s)
+    checks.staged_row_norm(call)
     fits = _fits(input, dtype, scale, block) and (num_dims == 1 or scale is not None)
     require("triton_quantized_row_norm", [input, scale], fits)
-    require_forward("triton_quantized_row_norm", input, residual, num_dims, weight, bias, out_dtype, s)
+    require_forward("triton_quantized_row_norm", call)
     cols = int(input.shape[-1])
     group = block if scale is None and cols > block else 0  # one block is a row
-    layout = forward_plan(input, num_dims, rms)
+    layout = forward_plan(call)
     if layout.looped or (group and layout.block // layout.slices % group):
-        y, h, _ = forward(input, residual, *norm[:5], out_dtype, rms, False, *s)
+        y, h, _ = forward(*call[:FIRST], False, *s)
         return *quantize(y, dtype, scale, block), y if keeps else y.new_empty(0), h
     values, scales = _empty(input, dtype, scale, block)
     y = torch.empty(input.shape if keeps else (0,), dtype=out_dtype, device=input.device)
     h = input.new_empty(0) if residual is None else input.new_empty(input.shape, dtype=residual.dtype)
     results = y, h, scales if scale is None else scale, values.view(torch.uint8)
     codes = _codes(input, dtype, scale, group)
-    launch_forward(row_norm_fwd, input, residual, norm, s, results, stats=False, keeps=keeps, **codes)
+    launch_forward(row_norm_fwd, call, results, stats=False, keeps=keeps, **codes)
     return values, scales, y, h
 
 

@@ -27,6 +27,7 @@ from kernel_fusion.core.stages import (
     NAMES,
     TENSORS,
     Given,
+    NormCall,
     around,
     compiled_in,
     conflict,
@@ -158,13 +159,13 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, h and the statistics; h is empty without a residual, the statistics if unwanted."""
     s = Given(*stages)
-    require_forward("triton_row_norm_fwd", input, residual, num_dims, weight, bias, out_dtype, s)
+    call = NormCall(input, residual, num_dims, weight, bias, eps, weight_offset, out_dtype, rms, s)
+    require_forward("triton_row_norm_fwd", call)
     count = product(input.shape[: input.dim() - num_dims])
     y = torch.empty(input.shape, dtype=out_dtype, device=input.device)
     h = input.new_empty(0) if residual is None else input.new_empty(input.shape, dtype=residual.dtype)
     stats = input.new_empty(((1 if rms else 2) * wants_stats, count), dtype=compute_dtype(input.dtype))
-    norm = num_dims, weight, bias, eps, weight_offset, rms
-    launch_forward(row_norm_fwd, input, residual, norm, s, [y, h, stats, None], stats=wants_stats)
+    launch_forward(row_norm_fwd, call, [y, h, stats, None], stats=wants_stats)
     bare = other_row(s, residual) is None and not around(compiled_in(s._asdict()))
     if rms and bare and input.dim() > 3:  # PyTorch's LayerNorm gives a contiguous result
         y = y.contiguous(memory_format=suggest_memory_format(input))
@@ -216,54 +217,38 @@ def backward(
     return dx, dother, dweight, dbias, dgate
 
 
-def require_forward(
-    operator: str,
-    input: Tensor,
-    residual: Tensor | None,
-    num_dims: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    s: Given,
-) -> None:
-    """Raise unless forward's kernels take these."""
-    takes = _takes(input, num_dims, [weight, bias], [residual], s, residual)
-    tensors = [input, residual, weight, bias, *(getattr(s, name) for name in TENSORS)]
-    require(operator, tensors, takes and out_dtype in checks.FLOATING)
+def require_forward(operator: str, c: NormCall) -> None:
+    """Raise unless forward's kernels take this."""
+    takes = _takes(c.input, c.num_dims, [c.weight, c.bias], [c.residual], c.stages, c.residual)
+    tensors = [c.input, c.residual, c.weight, c.bias, *(getattr(c.stages, name) for name in TENSORS)]
+    require(operator, tensors, takes and c.out_dtype in checks.FLOATING)
 
 
-def forward_plan(input: Tensor, num_dims: int, rms: bool) -> plan.Plan:
-    """How forward of this input runs."""
-    cols = product(input.shape[input.dim() - num_dims :])
-    return plan.norm_forward(cols, input.dtype.itemsize, plan.device_of(input.device).warp_size, rms)
+def forward_plan(c: NormCall) -> plan.Plan:
+    """How forward runs."""
+    cols = product(c.input.shape[c.input.dim() - c.num_dims :])
+    return plan.norm_forward(cols, c.input.dtype.itemsize, plan.device_of(c.input.device).warp_size, c.rms)
 
 
 def launch_forward(
-    kernel: Any,
-    input: Tensor,
-    residual: Tensor | None,
-    norm: tuple[int, Tensor | None, Tensor | None, float, float, bool],
-    s: Given,
-    results: Sequence[Tensor | None],
-    layout: plan.Plan | None = None,
-    **constants: Any,
+    kernel: Any, c: NormCall, results: Sequence[Tensor | None], layout: plan.Plan | None = None, **constants: Any
 ) -> None:
-    """Launch a kernel of forward, which fills `results`; `constants` say which.
+    """Launch a kernel of forward, which fills `results`.
 
     A `layout` is for a kernel whose programs have parts of rows, and which is not chained.
     """
-    num_dims, weight, bias, eps, weight_offset, rms = norm
-    other, wide = other_row(s, residual), input.dtype == torch.float64
-    of = _grouped(input, num_dims, [weight, bias, s.residual_gate], s.grouped)
+    s, input, num_dims = c.stages, c.input, c.num_dims
+    other, wide = other_row(s, c.residual), input.dtype == torch.float64
+    of = _grouped(input, num_dims, c.vectors, s.grouped)
     tensors, rows = rows_of([input] if other is None else [input, other], num_dims)
     cols = product(input.shape[input.dim() - num_dims :])
     device = plan.device_of(input.device)
     beside, chained = (1, device.chained) if layout is None else (-(-cols // layout.block), False)
-    layout = layout or forward_plan(input, num_dims, rms)
+    layout = layout or forward_plan(c)
     size, numbers = _in_units(rows, cols, of)
-    constants |= _constants(weight, bias, weight_offset, rms, wide, s)
+    constants |= _constants(c.weight, c.bias, c.weight_offset, c.rms, wide, s)
     constants |= {name: getattr(layout, name) for name in ("pieces", "looped", "slices", "early", "releases")}
-    constants |= {"eps": eps, "has_residual": residual is not None, "chained": chained}
+    constants |= {"eps": c.eps, "has_residual": c.residual is not None, "chained": chained}
     compiled = RowNormForward(flat=rows.simple, unit=size, **row_tile(layout, cols), **constants)
     per_group = -(-numbers[0] // layout.rows) * beside
     args = tensors[0], tensors[-1], *of.parameters, s.seed, *results, per_group, *numbers

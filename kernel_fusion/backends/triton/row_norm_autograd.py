@@ -13,7 +13,17 @@ from kernel_fusion.backends.triton import autograd
 from kernel_fusion.core import checks
 from kernel_fusion.core.activations import IDENTITY
 from kernel_fusion.core.groups import groups_of
-from kernel_fusion.core.stages import ARGUMENTS, FIRST, PLACES, TENSORS, Given, other_row, row_at
+from kernel_fusion.core.stages import (
+    ARGUMENTS,
+    FIRST,
+    PLACES,
+    TENSORS,
+    Given,
+    NormCall,
+    norm_call,
+    other_row,
+    row_at,
+)
 
 
 class StagedRowNorm(torch.autograd.Function):
@@ -22,8 +32,9 @@ class StagedRowNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         """y, and h or nothing."""
-        y, h, stats = _forward(*args, wants_stats=True)
-        keep(ctx, args, h, stats)
+        c = norm_call(*args)
+        y, h, stats = _forward(c, wants_stats=True)
+        keep(ctx, c, h, stats)
         return y, h
 
     @staticmethod
@@ -33,18 +44,18 @@ class StagedRowNorm(torch.autograd.Function):
         return gradients(ctx, grads, _differentiable_backward if torch.is_grad_enabled() else kernels)
 
 
-def keep(ctx: Any, args: tuple[Any, ...], h: Tensor, stats: Tensor) -> None:
+def keep(ctx: Any, c: NormCall, h: Tensor, stats: Tensor) -> None:
     """The arguments and results of forward that backward needs."""
-    input, residual, num_dims, weight, bias, eps, offset, out_dtype, rms, *stages = args
-    s = Given(*stages)
-    if residual is None:
+    s, input = c.stages, c.input
+    stored = c.residual is not None
+    if not stored:
         ctx.mark_non_differentiable(h)
     ctx.set_materialize_grads(False)
-    stored = residual is not None
     # With h, backward needs the input only for the pre-activation's slope and for a gate.
     kept = input if not stored or s.pre_activation != IDENTITY or s.residual_gate is not None else None
-    ctx.save_for_backward(kept, h if stored else None, weight, bias, stats, *(getattr(s, name) for name in TENSORS))
-    ctx.call = num_dims, eps, offset, out_dtype or input.dtype, rms
+    rows = kept, h if stored else None
+    ctx.save_for_backward(*rows, c.weight, c.bias, stats, *(getattr(s, name) for name in TENSORS))
+    ctx.call = c.num_dims, c.eps, c.weight_offset, c.out_dtype or input.dtype, c.rms
     ctx.stages = s._replace(**dict.fromkeys(TENSORS))
     at = row_at(s)
     ctx.other = 1 if at is None else FIRST + at  # where the other row stands among the arguments
@@ -69,13 +80,10 @@ def _saved(ctx: Any) -> tuple[list[Any], Given]:
     return tensors[:5], ctx.stages._replace(**dict(zip(TENSORS, tensors[5:], strict=True)))
 
 
-def _forward(*args: Any, wants_stats: bool) -> tuple[Tensor, Tensor, Tensor]:
-    input, residual, num_dims, weight, bias, eps, offset, out_dtype, rms, *stages = args
-    affine = num_dims, weight, bias, eps, offset, out_dtype or input.dtype, rms
-    result: tuple[Tensor, Tensor, Tensor] = torch.ops.kernel_fusion.triton_row_norm_fwd(
-        input, residual, *affine, wants_stats, *stages
-    )
-    return result
+def _forward(c: NormCall, wants_stats: bool) -> tuple[Tensor, Tensor, Tensor]:
+    forward = torch.ops.kernel_fusion.triton_row_norm_fwd
+    norm = c._replace(out_dtype=c.out_dtype or c.input.dtype)[:FIRST]
+    return forward(*norm, wants_stats, *c.stages)  # type: ignore[no-any-return]
 
 
 def kernel_backward(
@@ -147,20 +155,17 @@ def _through_stages(du: Tensor, x: Tensor | None, s: Given, dtype: torch.dtype) 
     return (du if s.seed is None else chain(du.contiguous(), None, "first", IDENTITY, *dropout)).to(dtype)
 
 
-def staged_row_norm(input: Tensor, residual: Tensor | None, *others: Any) -> tuple[Tensor, Tensor]:
+def staged_row_norm(*args: Any) -> tuple[Tensor, Tensor]:
     """`kernel_fusion::staged_row_norm` on the Triton kernels."""
-    num_dims, weight, bias, _, weight_offset, out_dtype, rms, *stages = others
-    s = Given(*stages)
-    args = (input, residual, *others[:7], *s)
-    other = other_row(s, residual)
-    vectors = weight, bias, s.residual_gate
-    shape = checks.parameter_shape(input, num_dims, s.grouped, *vectors)
-    foreign = autograd.needs_definition([input, other, *vectors], [s.seed])
-    apart = s.grouped and groups_of(input.shape, shape, num_dims) is None
-    if foreign or apart or not checks.parameters_fit(shape, *vectors):
+    c = norm_call(*args)
+    s, other = c.stages, other_row(c.stages, c.residual)
+    shape = checks.parameter_shape(c.input, c.num_dims, s.grouped, *c.vectors)
+    foreign = autograd.needs_definition([c.input, other, *c.vectors], [s.seed])
+    apart = s.grouped and groups_of(c.input.shape, shape, c.num_dims) is None
+    if foreign or apart or not checks.parameters_fit(shape, *c.vectors):
         return torch.ops.kernel_fusion.staged_row_norm_reference(*args)  # type: ignore[no-any-return]
-    checks.staged_row_norm(input, residual, s, weight, bias, weight_offset, out_dtype, rms)
-    if autograd.requires_grad(input, other, *vectors):
-        return StagedRowNorm.apply(*args)  # type: ignore[no-untyped-call,no-any-return]
-    y, h, _ = _forward(*args, wants_stats=False)
+    checks.staged_row_norm(c)
+    if autograd.requires_grad(c.input, other, *c.vectors):
+        return StagedRowNorm.apply(*c.arguments)  # type: ignore[no-untyped-call,no-any-return]
+    y, h, _ = _forward(c, wants_stats=False)
     return y, h

@@ -25,7 +25,7 @@ from kernel_fusion.backends.triton.row_norm_autograd import gradients, keep, ker
 from kernel_fusion.core import checks
 from kernel_fusion.core.activations import IDENTITY
 from kernel_fusion.core.spec import compute_dtype
-from kernel_fusion.core.stages import Given, other_row
+from kernel_fusion.core.stages import Given, NormCall, norm_call, other_row
 
 # Adds up a tensor over all ranks, in place.
 Join = Callable[[Tensor], None]
@@ -49,12 +49,12 @@ def moments(input: Tensor, residual: Tensor | None, num_dims: int, rms: bool, *s
 
     The stages are those before the norm.
     """
-    s, norm = Given(*stages), (num_dims, None, None, 0.0, 0.0, rms)
+    call = NormCall(input, residual, num_dims, None, None, 0.0, 0.0, input.dtype, rms, Given(*stages))
     sums = _sums(input, num_dims, rms)
     h = input.new_empty(0) if residual is None else input.new_empty(input.shape, dtype=residual.dtype)
     if input.numel() > 0:
-        require_forward("triton_row_norm_moments", input, residual, num_dims, None, None, input.dtype, s)
-        launch_forward(row_norm_fwd, input, residual, norm, s, [None, h, sums, None], stats=True, part=True)
+        require_forward("triton_row_norm_moments", call)
+        launch_forward(row_norm_fwd, call, [None, h, sums, None], stats=True, part=True)
     return sums, h
 
 
@@ -76,15 +76,15 @@ def apply(
 
     h is what `moments` wrote where there is a residual, and then the stages are those after the norm; else the input.
     """
-    s, norm = Given(*stages), (num_dims, weight, bias, eps, weight_offset, rms)
+    call = NormCall(h, None, num_dims, weight, bias, eps, weight_offset, out_dtype, rms, Given(*stages))
     count = product(h.shape[: h.dim() - num_dims])
     y = torch.empty(h.shape, dtype=out_dtype, device=h.device)
     stats = _memory(h, 1 if rms else 2, count, dtype=compute_dtype(h.dtype))
     if h.numel() > 0:
-        require_forward("triton_row_norm_apply", h, None, num_dims, weight, bias, out_dtype, s)
+        require_forward("triton_row_norm_apply", call)
         cols, device = product(h.shape[h.dim() - num_dims :]), plan.device_of(h.device)
         layout = plan.norm_apply(cols, h.dtype.itemsize, device.warp_size, warps=4)
-        launch_forward(kernels.row_norm_apply, h, None, norm, s, [y, sums, stats], layout, stats=True)
+        launch_forward(kernels.row_norm_apply, call, [y, sums, stats], layout, stats=True)
     return y, stats
 
 
@@ -178,19 +178,18 @@ class NormOfParts(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         """y, and h or nothing."""
         *args_of_norm, join = args
-        input, residual, num_dims, weight, bias, eps, offset, out_dtype, rms, *stages = args_of_norm
-        s = Given(*stages)
+        c = norm_call(*args_of_norm)
+        s, input = c.stages, c.input
         grouped = s.grouped and s.residual_gate is not None  # no other vector stands before the norm
         first = s.gate if s.gate_first else None
         before = s._replace(activation=IDENTITY, rounding="once", grouped=grouped, gate=first)
         after_h = s._replace(pre_activation=IDENTITY, dropout_p=0.0, seed=None, residual_gate=None)
-        after = s if residual is None else after_h
-        sums, h = torch.ops.kernel_fusion.triton_row_norm_moments(input, residual, num_dims, rms, *before)
+        sums, h = torch.ops.kernel_fusion.triton_row_norm_moments(input, c.residual, c.num_dims, c.rms, *before)
         join(sums)
-        affine = weight, bias, eps, offset, out_dtype or input.dtype, rms
-        normalised = input if residual is None else h
-        y, stats = torch.ops.kernel_fusion.triton_row_norm_apply(normalised, sums, num_dims, *affine, *after)
-        keep(ctx, tuple(args_of_norm), h, stats)
+        normalised, after = (input, s) if c.residual is None else (h, after_h)
+        affine = c.num_dims, c.weight, c.bias, c.eps, c.weight_offset, c.out_dtype or input.dtype, c.rms
+        y, stats = torch.ops.kernel_fusion.triton_row_norm_apply(normalised, sums, *affine, *after)
+        keep(ctx, c, h, stats)
         ctx.join = join
         return y, h
 
@@ -219,10 +218,9 @@ def _backward(join: Join, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, T
     return dx, dother, dweight, dbias, dgate
 
 
-def staged_row_norm(join: Join, input: Tensor, residual: Tensor | None, *others: Any) -> tuple[Tensor, Tensor]:
+def staged_row_norm(join: Join, *args: Any) -> tuple[Tensor, Tensor]:
     """`kernel_fusion::staged_row_norm` of a rank's columns; `join` adds up a tensor over the ranks, in place."""
-    _, weight, bias, _, weight_offset, out_dtype, rms, *stages = others
-    s = Given(*stages)
-    checks.staged_row_norm(input, residual, s, weight, bias, weight_offset, out_dtype, rms)
+    c = norm_call(*args)
+    checks.staged_row_norm(c)
     apply_norm: Callable[..., tuple[Tensor, Tensor]] = NormOfParts.apply
-    return apply_norm(input, residual, *others[:7], *s, join)
+    return apply_norm(*c.arguments, join)

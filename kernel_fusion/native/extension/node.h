@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
+#include <torch/library.h>
 
 #include <mutex>
 #include <string>
@@ -69,5 +70,11 @@ struct SavingNode : Node {
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const final;
   variable_list apply_with_saved(const variable_list& grads, torch::dynamo::autograd::SwapSavedVariables& swap) final;
 };
+
+// Registers at specific keys, because the Python stubs occupy the alias `Autograd` (operators/stubs.py).
+#define KF_IMPLEMENT_AUTOGRAD(...)                                    \
+  TORCH_LIBRARY_IMPL(kernel_fusion, AutogradCPU, m) { __VA_ARGS__; }  \
+  TORCH_LIBRARY_IMPL(kernel_fusion, AutogradCUDA, m) { __VA_ARGS__; } \
+  TORCH_LIBRARY_IMPL(kernel_fusion, AutogradMeta, m) { __VA_ARGS__; }
 
 }  // namespace kf

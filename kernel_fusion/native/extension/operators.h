@@ -112,10 +112,11 @@ template <class Op, class Call> auto call_operator(const Op& op, const Call& cal
   return with_arguments(call, [&](const auto&... args) { return op.call(args...); });
 }
 
-// The implementation of an operator: body(make(its arguments)).
+// The implementation of an operator: body(make(its arguments)); at autograd with the dispatcher's keys before.
 template <auto make, auto body> struct Implementation;
 template <class Call, class... Args, Call (*make)(Args...), auto body> struct Implementation<make, body> {
   static auto run(Args... args) { return body(make(args...)); }
+  static auto autograd(c10::DispatchKeySet keys, Args... args) { return body(keys, make(args...)); }
 };
 
 // How often each kind of kernel ran in this process; tests compare it, so that none passes through a fallback.

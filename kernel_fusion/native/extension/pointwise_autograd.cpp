@@ -9,7 +9,6 @@
 #include <ATen/ops/bitwise_right_shift.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/util/strides.h>
-#include <torch/library.h>
 
 #include "node.h"
 
@@ -181,11 +180,9 @@ struct PointwiseBackward : SavingNode {
   }
 };
 
-Tensor pointwise_autograd(c10::DispatchKeySet keys, const Tensor& a, const OptionalTensor& b, std::string_view combine,
-                          std::string_view activation, double scale, double dropout_p, const OptionalTensor& seed) {
-  const PointwiseCall call{a, b, combine, activation, scale, dropout_p, seed};
-  if (needs_definition(a, b) || !accepts(call)) return reference(call);
-  if (!torch::autograd::compute_requires_grad(a, b)) return below_autograd(keys, call);
+Tensor pointwise_autograd(c10::DispatchKeySet keys, const PointwiseCall& call) {
+  if (needs_definition(call.a, call.b) || !accepts(call)) return reference(call);
+  if (!torch::autograd::compute_requires_grad(call.a, call.b)) return below_autograd(keys, call);
   const Kept kept = kept_of(call);
   Tensor bits, y = below_autograd(keys, call, kept == Kept::kBits ? &bits : nullptr);
   const auto node = new_node<PointwiseBackward>(call, kept);
@@ -196,9 +193,6 @@ Tensor pointwise_autograd(c10::DispatchKeySet keys, const Tensor& a, const Optio
 
 }  // namespace
 
-// Specific keys, because the Python stubs occupy the alias `Autograd` (operators/stubs.py).
-TORCH_LIBRARY_IMPL(kernel_fusion, AutogradCPU, m) { m.impl("pointwise", pointwise_autograd); }
-TORCH_LIBRARY_IMPL(kernel_fusion, AutogradCUDA, m) { m.impl("pointwise", pointwise_autograd); }
-TORCH_LIBRARY_IMPL(kernel_fusion, AutogradMeta, m) { m.impl("pointwise", pointwise_autograd); }
+KF_IMPLEMENT_AUTOGRAD(m.impl("pointwise", Implementation<pointwise_call, pointwise_autograd>::autograd))
 
 }  // namespace kf

@@ -1,6 +1,5 @@
 // Reductions at autograd: which calls the kernels take, and the backward node, whose gradients are pointwise chains.
 #include <ATen/ops/div.h>
-#include <torch/library.h>
 
 #include "node.h"
 
@@ -69,20 +68,15 @@ struct ReduceBackward : SavingNode {
   }
 };
 
-Tensor reduce_autograd(c10::DispatchKeySet keys, const Tensor& input, at::IntArrayRef dim, bool keepdim, std::string_view kind,
-                       OptionalDtype dtype) {
-  const ReduceVerbCall call{input, dim, keepdim, kind, dtype};
-  if (needs_definition(input) || !accepts(call)) return reference(call);
+Tensor reduce_autograd(c10::DispatchKeySet keys, const ReduceVerbCall& call) {
+  if (needs_definition(call.input) || !accepts(call)) return reference(call);
   Tensor y = below_autograd(keys, call);
-  if (torch::autograd::compute_requires_grad(input)) torch::autograd::set_history(y, new_node<ReduceBackward>(call));
+  if (torch::autograd::compute_requires_grad(call.input)) torch::autograd::set_history(y, new_node<ReduceBackward>(call));
   return y;
 }
 
 }  // namespace
 
-// Specific keys, because the Python stubs occupy the alias `Autograd` (operators/stubs.py).
-TORCH_LIBRARY_IMPL(kernel_fusion, AutogradCPU, m) { m.impl("reduce", reduce_autograd); }
-TORCH_LIBRARY_IMPL(kernel_fusion, AutogradCUDA, m) { m.impl("reduce", reduce_autograd); }
-TORCH_LIBRARY_IMPL(kernel_fusion, AutogradMeta, m) { m.impl("reduce", reduce_autograd); }
+KF_IMPLEMENT_AUTOGRAD(m.impl("reduce", Implementation<reduce_call, reduce_autograd>::autograd))
 
 }  // namespace kf

@@ -1,7 +1,6 @@
 // The rotary embedding at autograd: which calls the kernels take, and the backward node.
 #include <ATen/ops/alias.h>
 #include <ATen/ops/neg.h>
-#include <torch/library.h>
 
 #include "node.h"
 
@@ -107,11 +106,8 @@ struct RotaryBackward : SavingNode {
   }
 };
 
-RotaryResult rotary_autograd(c10::DispatchKeySet keys, const Tensor& query, const OptionalTensor& key,
-                             const OptionalTensor& query_weight, const OptionalTensor& key_weight, const Tensor& cos,
-                             const Tensor& sin, const OptionalTensor& positions, std::optional<double> eps,
-                             double weight_offset, bool interleaved, std::string_view rounding) {
-  const RotaryCall call{query, key, query_weight, key_weight, cos, sin, positions, eps, weight_offset, interleaved, rounding};
+RotaryResult rotary_autograd(c10::DispatchKeySet keys, const RotaryCall& call) {
+  const auto& [query, key, query_weight, key_weight, cos, sin, positions, eps, weight_offset, interleaved, rounding] = call;
   if (is_of_other_kernels(call)) return by_other_kernels(call);
   // The kernels have no gradients of cos and sin.
   if (needs_definition(query, key, query_weight, key_weight, cos, sin) || torch::autograd::compute_requires_grad(cos, sin) ||
@@ -141,9 +137,6 @@ RotaryResult rotary_autograd(c10::DispatchKeySet keys, const Tensor& query, cons
 
 }  // namespace
 
-// The specific keys rather than the alias `Autograd`, which the Python stubs occupy (operators/stubs.py).
-TORCH_LIBRARY_IMPL(kernel_fusion, AutogradCPU, m) { m.impl("qk_norm_rope", rotary_autograd); }
-TORCH_LIBRARY_IMPL(kernel_fusion, AutogradCUDA, m) { m.impl("qk_norm_rope", rotary_autograd); }
-TORCH_LIBRARY_IMPL(kernel_fusion, AutogradMeta, m) { m.impl("qk_norm_rope", rotary_autograd); }
+KF_IMPLEMENT_AUTOGRAD(m.impl("qk_norm_rope", Implementation<rotary_call, rotary_autograd>::autograd))
 
 }  // namespace kf

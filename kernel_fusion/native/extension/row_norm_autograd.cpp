@@ -5,7 +5,6 @@
 #include <ATen/ops/alias.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros_like.h>
-#include <torch/library.h>
 
 #include "node.h"
 
@@ -252,10 +251,7 @@ void implement_autograd(torch::Library& m) {
 
 }  // namespace
 
-// Specific keys, because the Python stubs occupy the alias `Autograd` (operators/stubs.py).
-TORCH_LIBRARY_IMPL(kernel_fusion, AutogradCPU, m) { implement_autograd(m); }
-TORCH_LIBRARY_IMPL(kernel_fusion, AutogradCUDA, m) { implement_autograd(m); }
-TORCH_LIBRARY_IMPL(kernel_fusion, AutogradMeta, m) { implement_autograd(m); }
+KF_IMPLEMENT_AUTOGRAD(implement_autograd(m))
 
 TORCH_LIBRARY_IMPL(kernel_fusion, AutocastCUDA, m) {
   m.impl("layer_norm", LayerNorm::autocast);

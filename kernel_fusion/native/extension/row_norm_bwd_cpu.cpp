@@ -96,70 +96,87 @@ struct WantedSums {
   }
 };
 
+// Where blocks of rows put their column sums: in partial rows, which are added up; or, of one of many runs that is a single
+// block, in results at once, to which they are rounded from a thread's own memory.
+struct BlockSums {
+  const WantedSums& wanted;
+  const at::ScalarType acc;
+  const int64_t blocks, cols;
+  const bool at_once;
+  const int64_t row_bytes = cols * static_cast<int64_t>(c10::elementSize(acc));
+  const at::DataPtr partials = c10::GetCPUAllocator()->allocate(at_once ? 0 : wanted.count * blocks * row_bytes);
+
+  void* partial(int64_t gradient, int64_t block) const {
+    return static_cast<char*>(partials.get()) + (gradient * blocks + block) * row_bytes;
+  }
+  Tensor& result(int64_t gradient) const { return *wanted.results[gradient]; }
+  void* result_of(int64_t gradient, int64_t run) const {
+    Tensor& t = result(gradient);
+    return static_cast<char*>(t.data_ptr()) + run * cols * static_cast<int64_t>(t.element_size());
+  }
+  void* of(int64_t gradient, int64_t block, int64_t run, char* own) const {
+    if (!at_once) return partial(gradient, block);
+    return result(gradient).scalar_type() == acc ? result_of(gradient, run) : own + gradient * row_bytes;
+  }
+  void round(int64_t run, const char* own, bool interleaved) const {
+    for (int64_t gradient = 0; gradient < wanted.count; ++gradient)
+      if (const auto type = result(gradient).scalar_type(); type != acc)
+        cpu::kernels().round_row(cpu_dtype(acc), own + gradient * row_bytes, cols, cpu_dtype(type), result_of(gradient, run),
+                                 interleaved);
+  }
+  void add_up(int64_t runs) const {
+    const int64_t of_run = blocks / runs;
+    sum_rows(wanted.count * runs, of_run, cols, 1.0, [&](int64_t output) {
+      const int64_t gradient = output / runs, run = output % runs;
+      return RowsToSum{partial(gradient, run * of_run), acc, result(gradient), run * cols};
+    });
+  }
+};
+
 // dx, and the column sums from the partial sums of the blocks.
 void backward_by_blocks(const BackwardCall& call, const cpu::Backward& args, const cpu::BackwardStages* staged, const Rows& x,
                         const Runs& runs, const Given& weight, RowNormGradients& to) {
   const auto acc = acc_dtype(call.input);
   const Given bias(staged && follows(call, call) ? call.bias : kAbsent, call.num_dims, runs, 0.0, false);
   const Given gate(call.residual_gate(), call.num_dims, runs, 0.0, false);
-  const WantedSums sums(to);
+  const WantedSums wanted(to);
   const int64_t samples = x.rows / (runs.count * runs.together), cols = x.cols * runs.together;  // of a run
-  const int64_t block_rows = std::min(samples, rows_of_block(samples, cols, sums.results));
+  const int64_t block_rows = std::min(samples, rows_of_block(samples, cols, wanted.results));
   const int64_t blocks_of_run = ceil_div(samples, block_rows), blocks = runs.count * blocks_of_run;
-  const int64_t block_elements = block_rows * cols, gradients = sums.count;
-  const int64_t row_bytes = cols * static_cast<int64_t>(c10::elementSize(acc));
-  // The sums of one of many runs that is a single block are results at once, or rounded to them from memory of the thread.
-  const bool at_once = runs.count > 1 && blocks_of_run == 1;
+  const int64_t block_elements = block_rows * cols;
+  const BlockSums sums{wanted, acc, blocks, cols, runs.count > 1 && blocks_of_run == 1};
   const auto is_bf16 = [](const Tensor& t) { return !t.defined() || t.scalar_type() == at::kBFloat16; };
-  const bool interleaved = at_once && !staged && is_bf16(call.input) && is_bf16(to.dweight) && is_bf16(to.dbias);
-  const at::DataPtr partials = c10::GetCPUAllocator()->allocate(at_once ? 0 : gradients * blocks * row_bytes);
-  const auto partial = [&](int64_t gradient, int64_t block) -> void* {
-    return static_cast<char*>(partials.get()) + (gradient * blocks + block) * row_bytes;
-  };
-  const auto result = [&](int64_t gradient) -> Tensor& { return *sums.results[gradient]; };
-  const auto result_of = [&](int64_t gradient, int64_t run) -> void* {
-    Tensor& t = result(gradient);
-    return static_cast<char*>(t.data_ptr()) + run * cols * static_cast<int64_t>(t.element_size());
-  };
+  const bool interleaved = sums.at_once && !staged && is_bf16(call.input) && is_bf16(to.dweight) && is_bf16(to.dbias);
   share_by(blocks, block_elements, step_of(block_elements), [&] {
-    const int64_t totals = block_rows > 64 && gradients ? (call.wants[4] ? 3 : 2) * cols : 0,
-                  own = at_once ? gradients * row_bytes : 0;
+    const int64_t totals = block_rows > 64 && wanted.count ? (call.wants[4] ? 3 : 2) * cols : 0,
+                  own = sums.at_once ? wanted.count * sums.row_bytes : 0;
     return [&, totals, w = Prepared(weight, acc), b = Prepared(bias, acc), g = Prepared(gate, acc),
             room = std::unique_ptr<double[]>(new double[totals]),
-            own_partials = std::unique_ptr<char[]>(new char[own])](int64_t begin, int64_t end) mutable {
+            own_sums = std::unique_ptr<char[]>(new char[own])](int64_t begin, int64_t end) mutable {
       cpu::Backward mine = args;
       mine.totals = totals ? room.get() : nullptr;
       mine.restores = !interleaved;
       cpu::BackwardStages stages{};
       if (staged) stages = *staged;
-      const auto sums_at = [&](int64_t gradient, int64_t block, int64_t run) {
-        if (!at_once) return partial(gradient, block);
-        return result(gradient).scalar_type() == acc ? result_of(gradient, run) : own_partials.get() + gradient * row_bytes;
-      };
       for (int64_t block = begin; block < end; ++block) {
         const int64_t run = block / blocks_of_run, first = run * samples + block % blocks_of_run * block_rows;
         const int64_t last = std::min((run + 1) * samples, first + block_rows);
         mine.weight = w.of(run).data;
         stages.bias = b.of(run).data;
         stages.residual_gate = g.of(run).data;
-        const auto wanted = [&](size_t i) { return sums.place[i] < 0 ? nullptr : sums_at(sums.place[i], block, run); };
-        mine.dweight = wanted(0);
-        mine.dbias = wanted(1);
-        mine.dgate = wanted(2);
+        const auto to_sum = [&](size_t i) {
+          return wanted.place[i] < 0 ? nullptr : sums.of(wanted.place[i], block, run, own_sums.get());
+        };
+        mine.dweight = to_sum(0);
+        mine.dbias = to_sum(1);
+        mine.dgate = to_sum(2);
         if (staged) cpu::kernels().backward_staged(mine, stages, first, last);
         else cpu::kernels().backward(mine, first, last);
-        for (int64_t gradient = 0; at_once && gradient < gradients; ++gradient)
-          if (const auto type = result(gradient).scalar_type(); type != acc)
-            cpu::kernels().round_row(cpu_dtype(acc), sums_at(gradient, block, run), cols, cpu_dtype(type),
-                                     result_of(gradient, run), interleaved);
+        if (sums.at_once) sums.round(run, own_sums.get(), interleaved);
       }
     };
   });
-  if (gradients == 0 || at_once) return;
-  sum_rows(gradients * runs.count, blocks_of_run, cols, 1.0, [&](int64_t output) {
-    const int64_t gradient = output / runs.count, run = output % runs.count;
-    return RowsToSum{partial(gradient, run * blocks_of_run), acc, result(gradient), run * cols};
-  });
+  if (wanted.count > 0 && !sums.at_once) sums.add_up(runs.count);
 }
 
 // dx and the gradients of parameters that no rows share.

@@ -41,31 +41,59 @@ void forward_by_stretches(const cpu::Forward& args, int64_t rows) {
         [&](int64_t begin, int64_t end) { cpu::kernels().forward_stretches(args, begin, end, statistics.data()); });
 }
 
-// Rows [begin, end), through the runs that they lie in.
-void forward_runs(cpu::Forward args, cpu::ForwardStages stages, bool bare, int64_t of_run, Prepared& weight, Prepared& bias,
-                  Prepared& gate, int64_t begin, int64_t end) {
-  for (int64_t last; begin < end; begin = last) {
-    const int64_t run = begin / of_run;
-    last = std::min(end, (run + 1) * of_run);
-    args.weight = weight.of(run);
-    args.bias = bias.of(run);
-    stages.residual_gate = gate.of(run);
-    if (bare) cpu::kernels().forward(args, begin, last);
-    else cpu::kernels().forward_staged(args, stages, begin, last);
+// The rows of a forward call, and their parameters.
+struct ForwardRows {
+  const Rows x;
+  const Runs runs;
+  const Dtype x_type, y_type;
+  const bool bare, interleaved;
+  const Given weight, bias, gate;
+
+  explicit ForwardRows(const ForwardCall& call)
+      : x(call.input, call.num_dims), runs(call, x.rows), x_type(cpu_dtype(call.input.scalar_type())),
+        y_type(cpu_dtype(call.y_dtype())), bare(!call.has_stages() && !call.is_hf() && x_type == y_type && runs.together == 1),
+        interleaved(bare && x_type == Dtype::kBFloat16),
+        weight(call.weight, call.num_dims, runs, call.weight_offset, interleaved),
+        bias(call.bias, call.num_dims, runs, 0.0, interleaved), gate(call.residual_gate(), call.num_dims, runs, 0.0, false) {}
+
+  cpu::Forward args(const ForwardCall& call, void* y, void* mean, void* rstd, bool streams) const {
+    return {x.data(), weight.first, bias.first, y,      mean,   rstd,    x.cols,
+            x.layout, call.eps,     call.rms,   x_type, y_type, streams, runs.together};
   }
-}
+};
+
+// A thread's loop over rows [begin, end), through the runs that they lie in, with parameters of its own.
+class RunLoop {
+ public:
+  RunLoop(const ForwardRows& of, const cpu::ForwardStages& stages, at::ScalarType acc, bool later = false)
+      : bare(of.bare), rows(of.x.rows / of.runs.count), stages(stages), weight(of.weight, acc, later),
+        bias(of.bias, acc, later), gate(of.gate, acc, later) {}
+
+  void operator()(cpu::Forward args, int64_t begin, int64_t end) {
+    for (int64_t last; begin < end; begin = last) {
+      const int64_t run = begin / rows;
+      last = std::min(end, (run + 1) * rows);
+      args.weight = weight.of(run);
+      args.bias = bias.of(run);
+      stages.residual_gate = gate.of(run);
+      if (bare) cpu::kernels().forward(args, begin, last);
+      else cpu::kernels().forward_staged(args, stages, begin, last);
+    }
+  }
+
+ private:
+  const bool bare;
+  const int64_t rows;  // of a run
+  cpu::ForwardStages stages;
+  Prepared weight, bias, gate;
+};
 
 }  // namespace
 
 void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
-  const Rows x(call.input, call.num_dims);
+  const ForwardRows of(call);
+  const Rows& x = of.x;
   const auto acc = acc_dtype(call.input);
-  const auto x_type = cpu_dtype(call.input.scalar_type()), y_type = cpu_dtype(call.y_dtype());
-  const Runs runs(call, x.rows);
-  const bool bare = !call.has_stages() && !call.is_hf() && x_type == y_type && runs.together == 1;
-  const bool interleaved = bare && x_type == Dtype::kBFloat16;
-  const Given weight(call.weight, call.num_dims, runs, call.weight_offset, interleaved),
-      bias(call.bias, call.num_dims, runs, 0.0, interleaved), gate(call.residual_gate(), call.num_dims, runs, 0.0, false);
   char* mean = nullptr;
   char* rstd = nullptr;
   if (call.wants_stats) {
@@ -73,64 +101,36 @@ void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
     rstd = call.rms ? mean : mean + x.rows * stats.element_size();
     if (call.rms) mean = nullptr;
   }
-  const cpu::Forward args{x.data(),
-                          weight.first,
-                          bias.first,
-                          y.data_ptr(),
-                          mean,
-                          rstd,
-                          x.cols,
-                          x.layout,
-                          call.eps,
-                          call.rms,
-                          x_type,
-                          y_type,
-                          past_caches(call.input.nbytes() + y.nbytes(), free_threads()),
-                          runs.together};
+  const bool streams = past_caches(call.input.nbytes() + y.nbytes(), free_threads());
+  const cpu::Forward args = of.args(call, y.data_ptr(), mean, rstd, streams);
   count(Counter::kCpuForward);
   prefer_huge_pages(y);
   prefer_huge_pages(h);
-  if (bare && runs.count == 1 && shares_stretches(x)) return forward_by_stretches(args, x.rows);
+  if (of.bare && of.runs.count == 1 && shares_stretches(x)) return forward_by_stretches(args, x.rows);
   const StagedForward staged(call, h);
-  const bool by_stretches = bare && cpu::are_long(x.cols);
-  const int64_t of_run = x.rows / runs.count;
-  const int64_t rows = std::min(of_run, ceil_div(x.rows, is_small(x.rows * x.cols) ? 1 : free_threads()));  // of a thread
+  const bool by_stretches = of.bare && cpu::are_long(x.cols);
+  const int64_t of_thread = ceil_div(x.rows, is_small(x.rows * x.cols) ? 1 : free_threads());
+  const int64_t rows = std::min(x.rows / of.runs.count, of_thread);
   const bool later = rows <= (by_stretches ? cpu::kLongRowsTogether : cpu::kShortRowsUnprepared);
   // The kernel prepares parameters anew in each part, so a thread has one part then.
-  share_by(x.rows, x.cols,
-           later          ? rows
-           : by_stretches ? cpu::kLongRowsTogether
-                          : step_of(x.cols),
-           [&] {
-             return [&, w = Prepared(weight, acc, later), b = Prepared(bias, acc, later), g = Prepared(gate, acc, later)](
-                        int64_t begin, int64_t end) mutable {
-               forward_runs(args, staged.args, bare, of_run, w, b, g, begin, end);
-             };
-           });
+  const int64_t step = later ? rows : by_stretches ? cpu::kLongRowsTogether : step_of(x.cols);
+  share_by(x.rows, x.cols, step, [&] {
+    return [&, loop = RunLoop(of, staged.args, acc, later)](int64_t begin, int64_t end) mutable { loop(args, begin, end); };
+  });
 }
 
 void quantized_row_norm_cpu(const ForwardCall& call, const Quantize& quantize, Tensor& y, Tensor& h, Quantized& to) {
-  const Rows x(call.input, call.num_dims);
-  const Runs runs(call, x.rows);
-  const auto acc = acc_dtype(call.input);
-  const auto x_type = cpu_dtype(call.input.scalar_type()), y_type = cpu_dtype(call.y_dtype());
-  const bool bare = !call.has_stages() && !call.is_hf() && x_type == y_type && runs.together == 1;
-  const bool interleaved = bare && x_type == Dtype::kBFloat16;
-  const Given weight(call.weight, call.num_dims, runs, call.weight_offset, interleaved),
-      bias(call.bias, call.num_dims, runs, 0.0, interleaved), gate(call.residual_gate(), call.num_dims, runs, 0.0, false);
-  const cpu::Forward args{x.data(), weight.first, bias.first, nullptr, nullptr, nullptr, x.cols,
-                          x.layout, call.eps,     call.rms,   x_type,  y_type,  false,   runs.together};
+  const ForwardRows of(call);
+  const cpu::Forward args = of.args(call, nullptr, nullptr, nullptr, false);
   const StagedForward staged(call, h);
-  const int64_t of_run = x.rows / runs.count;
-  const int64_t row_bytes = x.cols * static_cast<int64_t>(c10::elementSize(call.y_dtype()));
+  const int64_t row_bytes = args.cols * static_cast<int64_t>(c10::elementSize(call.y_dtype()));
   prefer_huge_pages(h);
-  quantize_rows_of(quantization(quantize, call.y_dtype(), x.rows, x.cols, to), quantize.keeps ? &y : nullptr, [&] {
-    return [&, w = Prepared(weight, acc), b = Prepared(bias, acc), g = Prepared(gate, acc)](char* out, int64_t begin,
-                                                                                            int64_t end) mutable {
+  quantize_rows_of(quantization(quantize, call.y_dtype(), of.x.rows, args.cols, to), quantize.keeps ? &y : nullptr, [&] {
+    return [&, loop = RunLoop(of, staged.args, acc_dtype(call.input))](char* out, int64_t begin, int64_t end) mutable {
       cpu::Forward mine = args;
       // The place of row 0, had it one.
       mine.y = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(out) - static_cast<uintptr_t>(begin * row_bytes));
-      forward_runs(mine, staged.args, bare, of_run, w, b, g, begin, end);
+      loop(mine, begin, end);
     };
   });
 }

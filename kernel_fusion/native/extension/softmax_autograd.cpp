@@ -1,7 +1,6 @@
 // Softmax at autograd: which calls the kernels take, and the backward node.
 #include <ATen/ops/mul.h>
 #include <ATen/ops/promote_types.h>
-#include <torch/library.h>
 
 #include "node.h"
 
@@ -68,8 +67,8 @@ struct SoftmaxBackward : SavingNode {
   }
 };
 
-Tensor softmax_autograd(c10::DispatchKeySet keys, const Tensor& input, const OptionalTensor& mask, double scale, bool causal) {
-  const SoftmaxVerbCall call{input, mask, scale, causal};
+Tensor softmax_autograd(c10::DispatchKeySet keys, const SoftmaxVerbCall& call) {
+  const auto& [input, mask, scale, causal] = call;
   if (needs_definition(input, mask) || !accepts(call)) return reference(call);
   if (!torch::autograd::compute_requires_grad(input, mask)) return below_autograd(keys, call);
   // Backward reads y, which needs as many digits as a mask that is wider than the input.
@@ -86,9 +85,6 @@ Tensor softmax_autograd(c10::DispatchKeySet keys, const Tensor& input, const Opt
 
 }  // namespace
 
-// Specific keys, because the Python stubs occupy the alias `Autograd` (operators/stubs.py).
-TORCH_LIBRARY_IMPL(kernel_fusion, AutogradCPU, m) { m.impl("softmax", softmax_autograd); }
-TORCH_LIBRARY_IMPL(kernel_fusion, AutogradCUDA, m) { m.impl("softmax", softmax_autograd); }
-TORCH_LIBRARY_IMPL(kernel_fusion, AutogradMeta, m) { m.impl("softmax", softmax_autograd); }
+KF_IMPLEMENT_AUTOGRAD(m.impl("softmax", Implementation<softmax_call, softmax_autograd>::autograd))
 
 }  // namespace kf

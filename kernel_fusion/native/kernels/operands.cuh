@@ -30,7 +30,7 @@ template <int kDims> __device__ Offsets offsets_of(const PointwiseArgs& args, un
   return offsets;
 }
 
-// Operand kSlot of the arguments; core/spec.py defines the modes.
+// Operand kSlot of the arguments; core/other_specs.py defines the modes.
 template <class S, class T, Mode kMode, int kAlign, int kSlot> struct Operand {
   using Vector = Pack<T, S::kVec>;
   static constexpr int kVec = S::kVec;

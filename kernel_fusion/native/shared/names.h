@@ -1,4 +1,4 @@
-// The names that fields have (core/spec.py), and lists of names in the order of their codes.
+// The names that fields of specs have, and lists of names in the order of their codes.
 // Written by `python -m kernel_fusion.backends.cuda.headers`.
 #pragma once
 

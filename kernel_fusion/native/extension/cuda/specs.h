@@ -1,4 +1,4 @@
-// Specs, accesses and launches: core/spec.py and backends/cuda/launch.py say what their fields are.
+// Specs, accesses and launches: core/spec.py, core/other_specs.py, backends/cuda/launch.py define them.
 // Written by `python -m kernel_fusion.backends.cuda.headers`.
 #pragma once
 
