@@ -92,15 +92,16 @@ def test_inductor_keeps_its_gates(inner: str, left: Fused, monkeypatch: pytest.M
         y = F.layer_norm(residual + x, (64,))
         return F.silu(y) * F.gelu(y + x[0])
 
-    graphs = []
+    graphs: list[torch.fx.GraphModule] = []
 
     def keep(gm: torch.fx.GraphModule, example_inputs: Any, **options: Any) -> Any:
         graphs.append(gm)
         return gm
 
-    monkeypatch.setattr("torch._dynamo.backends.registry.lookup_backend", lambda inner: keep)
-    torch.compile(layer, backend=kf.compiler.backend(inner))(randn(4, 64), randn(4, 64))
-    assert kf.compiler.fuse(*graphs) == left
+    torch.compile(layer, backend=keep)(randn(4, 64), randn(4, 64))
+    monkeypatch.setattr("torch._dynamo.backends.registry.lookup_backend", lambda name: keep)
+    kf.compiler.backend(inner)(graphs[0], [])
+    assert kf.compiler.fuse(graphs[0]) == left
 
 
 @pytest.mark.slow
