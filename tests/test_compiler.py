@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from compiler_support import T5, Compiled, Gemma, Llama, OLMo, block_of, fused, randn
 from support import CPU
 from tiny_models import tiny
@@ -81,6 +82,26 @@ def test_inductor_compiles_what_was_fused() -> None:
         ours = _run(compiled, model, inputs)
     for name, theirs in _run(model, model, inputs).items():
         torch.testing.assert_close(ours[name], theirs, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(("inner", "left"), [("inductor", Fused(gates=1, activations=1)), ("eager", Fused())])
+def test_inductor_keeps_its_gates(inner: str, left: Fused, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor gets gates and activations as they are, other backends get operators; a norm is one for all."""
+
+    def layer(x: Tensor, residual: Tensor) -> Tensor:
+        y = F.layer_norm(residual + x, (64,))
+        return F.silu(y) * F.gelu(y + x[0])
+
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(gm: torch.fx.GraphModule, example_inputs: Any, **options: Any) -> Any:
+        graphs.append(gm)
+        return gm
+
+    torch.compile(layer, backend=keep)(randn(4, 64), randn(4, 64))
+    monkeypatch.setattr("torch._dynamo.backends.registry.lookup_backend", lambda name: keep)
+    kf.compiler.backend(inner)(graphs[0], [])
+    assert kf.compiler.fuse(graphs[0]) == left
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from kernel_fusion.compiler.rewrite import Fused, fuse_graph
 __all__ = ["Fused", "backend", "fuse", "inductor_pass"]
 
 
-def fuse(gm: GraphModule) -> Fused:
+def fuse(gm: GraphModule, *, pointwise: bool = True) -> Fused:
     r"""Replace additions, norms, gates and activations by fused operators, in a graph and its subgraphs, in place.
 
     .. math:: \mathrm{norm}(r + \mathrm{dropout}(x)),\quad \mathrm{act}(g) \cdot v,\quad \mathrm{act}(x + b)
@@ -30,6 +30,8 @@ def fuse(gm: GraphModule) -> Fused:
     Args:
         gm: the graph that Dynamo hands to a backend: calls of PyTorch's functions, not of ATen, with the shapes and
             dtypes of all values. Nodes without them are left alone.
+        pointwise: whether to replace gates and activations, too. A compiler that makes one kernel of each itself, such
+            as Inductor, launches its own with less time of the host than an operator.
 
     Returns:
         :class:`Fused`: how much was replaced.
@@ -55,13 +57,15 @@ def fuse(gm: GraphModule) -> Fused:
     fused = Fused()
     for module in gm.modules():
         if isinstance(module, GraphModule):
-            fused += fuse_graph(module.graph)
+            fused += fuse_graph(module.graph, pointwise=pointwise)
             module.recompile()
     return fused
 
 
 def backend(inner: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
     """A backend of `torch.compile` that fuses and then calls another backend.
+
+    Inductor gets gates and activations as they are, because it fuses them itself; other backends get operators.
 
     Args:
         inner: the other one, by name ("inductor", "aot_eager", "cudagraphs"...) or as a function.
@@ -81,7 +85,7 @@ def backend(inner: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
     def compile_fused(gm: GraphModule, example_inputs: list[Any], **options: Any) -> Any:
         from torch._dynamo.backends.registry import lookup_backend
 
-        fuse(gm)
+        fuse(gm, pointwise=inner != "inductor")
         return lookup_backend(inner)(gm, example_inputs, **options)
 
     return compile_fused

@@ -45,12 +45,12 @@ class Fused:
         return Fused(**{name: count + getattr(other, name) for name, count in vars(self).items()})
 
 
-def fuse_graph(graph: Graph) -> Fused:
-    """Replace everything possible in one graph, in place."""
+def fuse_graph(graph: Graph, *, pointwise: bool = True) -> Fused:
+    """Replace everything possible in one graph, in place; without `pointwise`, norms and additions alone."""
     nothing, fused = Fused(), Fused()
     _hoist_numbers(graph)
     # Norms claim dropouts, and gates claim activations, before later steps could.
-    for step in (_fuse_norm, _fuse_gate, _fuse_activation):
+    for step in (_fuse_norm, *((_fuse_gate, _fuse_activation) if pointwise else ())):
         for node in list(graph.nodes):
             if node.users:  # an erased node has no users
                 fused += step(graph, node) or nothing

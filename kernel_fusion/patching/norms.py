@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kernel_fusion.core.spec import rounding_for
 from kernel_fusion.functional import (
     add_layer_norm,
     add_rms_norm,
+    bound,
     gated_layer_norm,
     gated_rms_norm,
     layer_norm,
@@ -72,13 +74,19 @@ class NormForm:
         return ", ".join(filter(None, (verb, rounding, offset)))
 
     def methods(self, original: type[nn.Module]) -> Mapping[str, Callable[..., Any]]:
-        """The methods of a patched norm."""
-        return {"forward": _gated_forward(self, original) if self.gate else _forward(self, original)}
+        """The methods of a patched norm; `_kf_add` is for sums before it (sites.py)."""
+        if self.gate:
+            return {"forward": _gated_forward(self, original)}
+        return {"forward": _forward(self, original), "_kf_add": _add(self)}
 
     def parts(self, module: nn.Module) -> tuple[Tensor | None, Tensor | None, float]:
         """A module's weight, bias and eps, read at each call, because they may change."""
-        weight = None if self.weight is None else getattr(module, self.weight)
-        bias = None if self.bias is None else getattr(module, self.bias)
+        own = module._parameters  # asking it first saves a method of Python; parametrised ones are elsewhere
+        weight = bias = None
+        if self.weight is not None and (weight := own.get(self.weight)) is None:
+            weight = getattr(module, self.weight)
+        if self.bias is not None and (bias := own.get(self.bias)) is None:
+            bias = getattr(module, self.bias)
         return weight, bias, getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
 
     def verb(self, case: Case, *, adds: bool = False, backend: str | None = None) -> Callable[..., Any]:
@@ -92,66 +100,78 @@ class NormForm:
             return partial(add_rms_norm if self.rms else add_layer_norm, **options)
         return partial(rms_norm if self.rms else layer_norm, **options)
 
-    def fits(self, x: Any) -> bool:
-        """Whether x is a tensor of rows such as the form was examined with."""
+    def bound(self, key: Key, case: Case, *, adds: bool = False) -> Verb:
+        """The same verb for plain tensors, made for many calls; all its arguments are positional."""
+        options = self.rms, self.weight_offset, case.out_dtype, rounding_for(case.rounding, key.input)
+        return (bound.add_norm if adds else bound.norm)(self.verb(case, adds=adds), *options)
+
+    def shape_of(self, x: Any) -> tuple[int, ...] | None:
+        """The normalised sizes, if x is a tensor of rows such as the form was examined with."""
         if not isinstance(x, Tensor):
-            return False
+            return None
         sizes = x.shape
-        num_dims = len(self.shape or (1,))
-        if not sizes or (self.shape is not None and sizes[-num_dims:] != self.shape):
-            return False
-        return not self.dims or len(sizes) - num_dims in self.dims
+        shape = self.shape or sizes[-1:]
+        num_dims = len(shape)
+        if not num_dims or (self.shape is not None and sizes[-num_dims:] != shape):
+            return None
+        return shape if not self.dims or len(sizes) - num_dims in self.dims else None
 
 
 Verb = Callable[..., Any]
 
 
-def _verbs(form: NormForm, *, adds: bool = False) -> dict[tuple[Any, ...], Verb]:
-    return {key: form.verb(case, adds=adds) for key, case in form.cases}
-
-
-def _of_call(verbs: Mapping[tuple[Any, ...], Verb], x: Tensor, weight: Tensor | None) -> Verb | None:
+def _of_call(verbs: Mapping[Any, Verb], x: Tensor, weight: Tensor | None) -> Verb | None:
     """The verb of a call's case, or None if it was not examined."""
-    device = x.device.type
-    autocast = torch.is_autocast_enabled(device)
-    if autocast and device != "cuda":
+    if x.is_cuda:
+        autocast = torch.is_autocast_enabled("cuda")
+    elif torch.is_autocast_enabled("cpu" if x.is_cpu else x.device.type):
         return None
+    else:
+        autocast = False
     return verbs.get((x.dtype, None if weight is None else weight.dtype, autocast))
 
 
 def _forward(form: NormForm, original: type[nn.Module]) -> Callable[..., Any]:
-    norms, sums = _verbs(form), _verbs(form, adds=True)
+    norms = {key: form.bound(key, case) for key, case in form.cases}
 
-    def forward(self: nn.Module, *args: Any, residual: Tensor | None = None, **kwargs: Any) -> Any:
-        """The norm; with a residual, the pair of the sum's norm and the sum."""
-        if len(args) != 1 or kwargs or not form.fits(args[0]):
-            return original.forward(self, *args, **kwargs)
-        (x,) = args
-        weight, bias, eps = form.parts(self)
-        shape = form.shape or x.shape[-1:]
-        if residual is None:
-            norm = _of_call(norms, x, weight)
-            return norm(x, shape, weight=weight, bias=bias, eps=eps) if norm else original.forward(self, x)
-        add = _of_call(sums, residual, weight)
-        if add:
-            return add(x, residual, shape, weight=weight, bias=bias, eps=eps)
-        h = x + residual
-        return original.forward(self, h), h
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """The norm."""
+        if len(args) == 1 and not kwargs and (shape := form.shape_of(x := args[0])):
+            weight, bias, eps = form.parts(self)
+            if norm := _of_call(norms, x, weight):
+                return norm(x, shape, weight, bias, eps)
+        return original.forward(self, *args, **kwargs)
 
     return forward
 
 
+def _add(form: NormForm) -> Callable[..., Any]:
+    sums = {key: form.bound(key, case, adds=True) for key, case in form.cases}
+
+    def add(self: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The pair of the sum's norm and the sum, or None if that was not examined."""
+        shape = form.shape_of(residual)
+        if shape is None:
+            return None
+        weight, bias, eps = form.parts(self)
+        norm = _of_call(sums, residual, weight)
+        return norm(x, residual, shape, weight, bias, eps) if norm else None
+
+    return add
+
+
 def _gated_forward(form: NormForm, original: type[nn.Module]) -> Callable[..., Any]:
-    norms, gating = _verbs(form), form.gate
+    norms, gating = {key: form.verb(case) for key, case in form.cases}, form.gate
     assert gating is not None
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         gate = args[1] if len(args) == 2 else kwargs.get(gating.name)
-        if len(args) + len(kwargs) == 2 and isinstance(gate, Tensor) and args and form.fits(args[0]):
+        shape = form.shape_of(args[0]) if args and len(args) + len(kwargs) == 2 else None
+        if shape and isinstance(gate, Tensor):
             (x, *_), (weight, bias, eps) = args, form.parts(self)
             norm = _of_call(norms, x, weight)
             if norm and gate.shape == x.shape and gate.dtype == x.dtype:
-                return norm(x, gate, form.shape or x.shape[-1:], weight=weight, bias=bias, eps=eps)
+                return norm(x, gate, shape, weight=weight, bias=bias, eps=eps)
         return original.forward(self, *args, **kwargs)
 
     return forward

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernel_fusion.functional import gated_act
-from kernel_fusion.patching.norms import NormForm
-from kernel_fusion.patching.swap import is_bare, is_changed, original_class, plan_of
+from kernel_fusion.functional import bound, gated_act
+from kernel_fusion.patching.swap import is_bare, is_changed, original_class
 
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -22,9 +21,10 @@ def identity(act: Any) -> Any:
 
 def gated_by(acts: dict[str, tuple[Any, str]]) -> Callable[[str, Any, Any, Any], Any]:
     """Make a function for `act(gate) * value`, in one pass for the examined activations."""
+    in_one_pass = {text: (known, bound.gated_act(gated_act, name)) for text, (known, name) in acts.items()}
 
     def gated(text: str, act: Any, gate: Any, value: Any) -> Any:
-        known, name = acts[text]
+        known, gate_by = in_one_pass[text]
         if (
             not torch.compiler.is_compiling()  # the compiler fuses this itself
             and identity(act) is known
@@ -33,7 +33,7 @@ def gated_by(acts: dict[str, tuple[Any, str]]) -> Callable[[str, Any, Any, Any],
             and _floating(value)
             and gate.shape == value.shape
         ):
-            return gated_act(gate, value, name)
+            return gate_by(gate, value)
         return act(gate) * value
 
     return gated
@@ -41,20 +41,12 @@ def gated_by(acts: dict[str, tuple[Any, str]]) -> Callable[[str, Any, Any, Any],
 
 def add_norm(norm: Any, a: Any, b: Any) -> tuple[Any, Any]:
     """The pair of `norm(a + b)` and `a + b`, in one pass if the norm is patched and has no hooks."""
-    if (
-        isinstance(norm, nn.Module)
-        and is_changed(norm)
-        and isinstance(form := plan_of(norm), NormForm)
-        and form.gate is None
-        and is_bare(norm)
-        and _floating(a)
-        and _floating(b)
-        and a.shape == b.shape
-    ):
+    add = getattr(norm, "_kf_add", None) if is_changed(norm) else None
+    if add is not None and is_bare(norm) and _floating(a) and _floating(b) and a.shape == b.shape:
         wider = a.dtype if a.dtype == b.dtype else torch.promote_types(a.dtype, b.dtype)
         x, residual = (b, a) if wider == a.dtype else (a, b)
-        if wider == residual.dtype:
-            return norm.forward(x, residual=residual)  # type: ignore[no-any-return]
+        if wider == residual.dtype and (found := add(x, residual)) is not None:
+            return found  # type: ignore[no-any-return]
     h = a + b
     return norm(h), h
 
