@@ -136,9 +136,9 @@ def _staged_norms(arch: int) -> Iterator[Kernel]:
 def _norms_with_codes(arch: int) -> Iterator[Kernel]:
     """Codes after all stages: float8, which older architectures round in integers, and int8 beside y."""
     codes = *(Codes("float8_e4m3fn", scales) for scales in ("given", "row", "block")), Codes("int8", "row", True)
-    for cols, stages, code in product((64, 255, 1024, 4096, 8192), ({}, *_STAGES.values()), codes):
+    for cols, stages, code in product((64, 255, 1024, 4096, 8192), ({}, {"rms": True}, *_STAGES.values()), codes):
         for weight in ("bf16", "f32"):
-            spec = replace(planner.family(cols, "bf16", weight, **{**stages, "rms": True})[0], codes=code)
+            spec = replace(planner.family(cols, "bf16", weight, **{"rms": False, **stages})[0], codes=code)
             yield spec, planner.contiguous_access(spec)
 
 

@@ -153,12 +153,12 @@ def _quantize_operator(target: Target) -> Callable[..., Any]:
     return getattr(torch.ops.kernel_fusion, "triton_quantize" if target.backend == "triton" else "quantize")
 
 
-# Grid rationale. Each verb with each kind of scale and codes; rows of one short block, of a block and a part of one,
-# and of more than a chunk of the loops; fp32 and the types that v is rounded to.
+# Grid rationale. Each verb with each kind of scale and codes; rows of one short block, of a block and a part of one, of
+# blocks two of which are in a warp, and of more than a chunk of the loops; fp32 and the types that v is rounded to.
 @_TARGETS
 @triples(
     kind=(F32, BF16, F16),
-    cols=(60, 300, 4100),
+    cols=(60, 300, 480, 4100),
     name=VERBS,
     per=("tensor", "row", 128),
     dtype=(INT8, E4M3, E5M2),

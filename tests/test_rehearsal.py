@@ -81,7 +81,7 @@ def test_every_family_is_noted() -> None:
 def test_codes_of_a_norm(cols: int, kernels: list[type]) -> None:
     """A norm's kernel makes its codes where it can, and sums rows as the norm without codes."""
     x, codes = torch.randn(2, cols, dtype=torch.bfloat16), kf.Quantize(torch.float8_e4m3fn, per=128)
-    met = noted(torch.no_grad()(lambda: kf.rms_norm(x, cols, out_dtype=codes)))
+    met = noted(torch.no_grad()(lambda: kf.layer_norm(x, cols, out_dtype=codes)))
     assert [type(spec) for spec, _ in met] == kernels
     spec, access = met[0]
     assert isinstance(spec, RowNormSpec)

@@ -48,12 +48,9 @@ def planned(spec: RowNormSpec, access: Access, device: Device, users: Table) -> 
 
 
 def _with_codes(spec: RowNormSpec, plan: Plan) -> Plan:
-    """The plan of y, whose kernel makes the codes too if one block has the row in registers.
-
-    Not LayerNorm's: compilers contract the products of its mean in one kernel and not in another, which changes y.
-    """
+    """The plan of y, whose kernel makes the codes too if one block has the row in registers."""
     whole = spec.codes.scales != "block" or has_whole_blocks(plan)
-    if not spec.rms or plan.kernel != "row_norm_fwd" or plan.cluster > 1 or not whole:
+    if plan.kernel != "row_norm_fwd" or plan.cluster > 1 or not whole:
         return replace(plan, codes_apart=True)
     # One warp with several warps' work saves instructions.
     held = ceil_div(spec.cols, 32 * plan.warps) * ITEMSIZE[spec.row]

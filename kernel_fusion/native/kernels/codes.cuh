@@ -113,16 +113,17 @@ template <class V, bool kNarrow = sizeof(V) == 2> struct Divisor {
   float s;
 
   __device__ explicit Divisor(float s) : s(s) {}
-  __device__ Divisor of_lane(int lane) const { return Divisor(__shfl_sync(~0u, s, lane)); }
-  template <int kVec> __device__ void divide(float (&v)[kVec]) const {
+  __device__ static constexpr bool is_extreme() { return false; }
+  template <int kLanes, bool> __device__ Divisor of_lane(int lane) const { return Divisor(__shfl_sync(~0u, s, lane, kLanes)); }
+  template <bool, int kVec> __device__ void divide(float (&v)[kVec]) const {
 #pragma unroll
     for (int e = 0; e < kVec; ++e) v[e] /= s;
   }
 };
 
 // For 16-bit v as v * high + v * low, which has the codes of the rounded quotient: high + low is 1 / s to 46 digits
-// (docs/quantized.md). `low` is never 0, so that infinities stay, and has the sign of `high`, so that -0 does. A power
-// of two keeps both normal.
+// (docs/quantized.md). `low` is never 0, so that infinities stay, and has the sign of `high`, so that -0 does. With an
+// extreme s a power of two, which first multiplies v, keeps both normal.
 template <class V> struct Divisor<V, true> {
   float power = 1, high, low;
 
@@ -137,17 +138,19 @@ template <class V> struct Divisor<V, true> {
     low = copysignf(low, s);
   }
 
-  // That of another lane of the warp.
-  __device__ Divisor of_lane(int lane) const {
+  __device__ bool is_extreme() const { return power != 1; }
+
+  // That of another of kLanes neighbours.
+  template <int kLanes, bool kExtreme> __device__ Divisor of_lane(int lane) const {
     Divisor other = *this;
-    other.power = __shfl_sync(~0u, power, lane);
-    other.high = __shfl_sync(~0u, high, lane);
-    other.low = __shfl_sync(~0u, low, lane);
+    if constexpr (kExtreme) other.power = __shfl_sync(~0u, power, lane, kLanes);
+    other.high = __shfl_sync(~0u, high, lane, kLanes);
+    other.low = __shfl_sync(~0u, low, lane, kLanes);
     return other;
   }
 
-  template <int kVec> __device__ void divide(float (&v)[kVec]) const {
-    if (power != 1) {
+  template <bool kExtreme, int kVec> __device__ void divide(float (&v)[kVec]) const {
+    if constexpr (kExtreme) {
 #pragma unroll
       for (int e = 0; e < kVec; ++e) v[e] *= power;
     }
@@ -155,8 +158,6 @@ template <class V> struct Divisor<V, true> {
     for (int e = 0; e < kVec; ++e) v[e] = fused(v[e], high, product(v[e], low));
   }
 };
-
-template <class S> inline constexpr bool kHasCodes = S::kCode != CodeType::kAbsent;
 
 // Writes codes and scales of a row of V; `At` says which vectors a thread has, and which warps a block.
 template <class S, class V, class At> struct RowCodes {
@@ -174,10 +175,7 @@ template <class S, class V, class At> struct RowCodes {
   // vector(i) gives the thread's i-th vector. It is called once for each i in order, or twice if a row finds no room in
   // registers.
   template <class Vector> __device__ void store(const Vector& vector) const {
-    if constexpr (S::kScales == Scales::kGiven) {
-      const Divisor<V> divisor(*args.scales);
-      each<kVectors>([&](int i) { put(i, vector(i), divisor); });
-    } else if constexpr (S::kScales == Scales::kRow) {
+    if constexpr (S::kScales != Scales::kBlock) {
       with_one_scale(vector);
     } else {
       static_assert(P::kChunk % kScaleBlock == 0 || S::kWarps == 1);
@@ -201,18 +199,23 @@ template <class S, class V, class At> struct RowCodes {
     if (P::kCovers || at.col(i) < S::kCols) largest.add(pack);
   }
 
+  // Vectors in registers wait for the scale.
   template <class Vector> __device__ void with_one_scale(const Vector& vector) const {
+    constexpr bool kFound = S::kScales == Scales::kRow;
     Pack<V, kVec> kept[S::kResident ? kVectors : 1];
     Largest<V> largest;
-    each<kVectors>([&](int i) {
-      auto& pack = kept[S::kResident ? i : 0];
-      pack = vector(i);
-      add(i, pack, largest);
-    });
-    const float scale = scale_of<S::kCode, V>(of_row(largest.value()));
-    if (live && at.leader()) args.scales[row] = scale;
-    const Divisor<V> divisor(scale);
-    each<kVectors>([&](int i) { put(i, S::kResident ? kept[S::kResident ? i : 0] : vector(i), divisor); });
+    float scale = kFound ? 0 : *args.scales;
+    if constexpr (S::kResident || kFound)
+      each<kVectors>([&](int i) {
+        auto& pack = kept[S::kResident ? i : 0];
+        pack = vector(i);
+        if constexpr (kFound) add(i, pack, largest);
+      });
+    if constexpr (kFound) {
+      scale = scale_of<S::kCode, V>(of_row(largest.value()));
+      if (live && at.leader()) args.scales[row] = scale;
+    }
+    put_all([&](int i) { return S::kResident ? kept[S::kResident ? i : 0] : vector(i); }, Divisor<V>(scale));
   }
 
   // Blocks [first, first + kTogether) of this thread's. Shuffles leave a lane the largest of one of them: its number is
@@ -250,12 +253,19 @@ template <class S, class V, class At> struct RowCodes {
     for (int k = 1; k < kTogether; ++k) col = mine == k ? at.col(first + k) : col;
     if (live && of_block < kTogether && col < S::kCols) args.scales[col / kScaleBlock * args.rows + row] = scale;
     const Divisor<V> divisor(scale);
+    const bool extreme = kTogether == 1 ? divisor.is_extreme() : __any_sync(~0u, divisor.is_extreme());
+    if (extreme) put_blocks<kTogether, true>(first, kept, divisor);
+    else put_blocks<kTogether, false>(first, kept, divisor);
+  }
+
+  template <int kTogether, bool kExtreme>
+  __device__ void put_blocks(int first, const Pack<V, kVec> (&kept)[kTogether * kBlockVectors], const Divisor<V>& divisor) const {
 #pragma unroll
     for (int k = 0; k < kTogether * kBlockVectors; ++k) {
-      const int i = first * kBlockVectors + k;
-      if (!there(k)) continue;
-      if constexpr (kTogether == 1) put(i, kept[k], divisor);
-      else put(i, kept[k], divisor.of_lane((at.lane & ~(kBlockLanes - 1)) | reversed<kTogether>(k)));
+      const int i = first * kBlockVectors + k, lane = (at.lane & ~(kBlockLanes - 1)) | reversed<kTogether>(k);
+      if (kVectors % kBlockVectors > 0 && i >= kVectors) continue;
+      if constexpr (kTogether == 1) put<kExtreme>(i, kept[k], divisor);
+      else put<kExtreme>(i, kept[k], divisor.template of_lane<S::kLanes, kExtreme>(lane));
     }
   }
 
@@ -280,10 +290,16 @@ template <class S, class V, class At> struct RowCodes {
     return v;
   }
 
-  __device__ void put(int i, const Pack<V, kVec>& pack, const Divisor<V>& divisor) const {
+  // One test for all of a thread's vectors: beside each it would cost as much as a multiplication.
+  template <class Vector> __device__ void put_all(const Vector& vector, const Divisor<V>& divisor) const {
+    if (divisor.is_extreme()) each<kVectors>([&](int i) { put<true>(i, vector(i), divisor); });
+    else each<kVectors>([&](int i) { put<false>(i, vector(i), divisor); });
+  }
+
+  template <bool kExtreme> __device__ void put(int i, const Pack<V, kVec>& pack, const Divisor<V>& divisor) const {
     float q[kVec];
     widen_pack(pack, q);
-    divisor.divide(q);
+    divisor.template divide<kExtreme>(q);
     auto* const codes = static_cast<unsigned char*>(args.codes) + row * S::kCols + at.col(i);
     if (live && (P::kCovers || at.col(i) < S::kCols)) store_word(codes, codes_of<S::kCode>(q));
   }

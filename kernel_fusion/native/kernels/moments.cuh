@@ -6,6 +6,7 @@
 // If they are a share f of the warp's columns, squares about it are at most 1/f times those about the warp's mean.
 #pragma once
 
+#include "shared/names.h"
 #include "tree.cuh"
 #include "vectors.cuh"
 
@@ -24,12 +25,25 @@ template <class S> __device__ void add_pack(const Pack<typename S::Row, S::kVec>
   for (int e = 0; e < S::kVec; ++e) sum += x[e];
 }
 
-// A lane's deviations from a center (RMSNorm: 0).
+template <class S> inline constexpr bool kHasCodes = S::kCode != CodeType::kAbsent;
+
+// The mean of some columns (RMSNorm: 0). Compilers contract its product with what uses it, but not all do so beside codes,
+// whose statistics must have the same bits.
+template <class S> struct Center {
+  using A = typename S::Acc;
+  A sum = 0, per_col = 0, mean = sum * per_col;
+
+  __device__ A from(A v) const { return kHasCodes<S> && !S::kRms ? fused(sum, -per_col, v) : v - mean; }
+  __device__ A plus(A shift) const { return kHasCodes<S> ? fused(sum, per_col, shift) : mean + shift; }
+};
+
+// A lane's deviations from a center.
 template <class S> struct Deviations {
   using A = typename S::Acc;
   using P = Place<S>;
   int lane, warp;
-  A center, rest = 0, squares = 0;
+  Center<S> center;
+  A rest = 0, squares = 0;
 
   // `known`: vector k surely lies within the row.
   __device__ void add(int k, const Pack<typename S::Row, S::kVec>& pack, bool known = false) {
@@ -38,7 +52,7 @@ template <class S> struct Deviations {
     const bool inside = S::kRms || P::kCovers || known || k < P::kFull || k * P::kChunk + lane * S::kVec < P::cols_of(warp);
 #pragma unroll
     for (int e = 0; e < S::kVec; ++e) {
-      const A d = inside ? x[e] - center : A(0);
+      const A d = inside ? center.from(x[e]) : A(0);
       rest += d;
       squares += d * d;
     }
@@ -51,17 +65,17 @@ template <class S> struct Deviations {
     sum_lanes<S::kLanes>(all, all_squares);
     const A shift = all * P::template per_col_of<A>(warp);
     const bool finite = all_squares - all_squares == A(0);  // else the correction may be infinite
-    return {center + shift, finite ? all_squares - all * shift : all_squares};
+    return {center.plus(shift), finite ? all_squares - all * shift : all_squares};
   }
 };
 
 // Warp `warp` has first vectors x_at(k).
-template <class S, class X> __device__ typename S::Acc center_of(int warp, X&& x_at) {
-  if constexpr (S::kRms) return 0;
+template <class S, class X> __device__ Center<S> center_of(int warp, X&& x_at) {
+  if constexpr (S::kRms) return {};
   typename S::Acc sum = 0;
 #pragma unroll
   for (int k = 0; k < S::kCenter; ++k) add_pack<S>(x_at(k), sum);
-  return sum_lanes<S::kLanes>(sum) * Place<S>::template per_col_of<typename S::Acc, S::kCenter>(warp);
+  return {sum_lanes<S::kLanes>(sum), Place<S>::template per_col_of<typename S::Acc, S::kCenter>(warp)};
 }
 
 // This thread's warp's. x_at(k) may be called again.
