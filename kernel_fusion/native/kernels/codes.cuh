@@ -259,7 +259,8 @@ template <class S, class V, class At> struct RowCodes {
   }
 
   template <int kTogether, bool kExtreme>
-  __device__ void put_blocks(int first, const Pack<V, kVec> (&kept)[kTogether * kBlockVectors], const Divisor<V>& divisor) const {
+  __device__ void put_blocks(int first, const Pack<V, kVec> (&kept)[kTogether * kBlockVectors],
+                             const Divisor<V>& divisor) const {
 #pragma unroll
     for (int k = 0; k < kTogether * kBlockVectors; ++k) {
       const int i = first * kBlockVectors + k, lane = (at.lane & ~(kBlockLanes - 1)) | reversed<kTogether>(k);
