@@ -175,6 +175,14 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
   if constexpr (S::kCluster > 1) cluster_arrive();
   wait_for_previous_kernel(row.x + at.first);
   const Before<S, typename S::Y> before(args);
+  // The blocks that start together would all wait for their group's vectors, after they have waited for x.
+  if constexpr (S::kGrouped)
+    if (blockIdx.x == 0)
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        prefetch_row<S>(weight_of<S>(args), at.col(i));
+        prefetch_row<S>(bias_of<S>(args), at.col(i));
+      }
 
   Pack<typename S::Row, kVec> resident[kVectors];
   Pack<typename S::X, kVec> xs[kVectors];  // all before the first is used

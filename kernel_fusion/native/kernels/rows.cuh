@@ -36,19 +36,29 @@ template <class S, int kAlign, class T> __device__ Pack<T, S::kVec> load_row(con
 }
 
 // The weight of this block's group; likewise bias and gate.
-template <class S, class Args> __device__ auto load_weight(const Args& args, int col) {
-  const auto* p = static_cast<const typename S::Weight*>(args.weight) + group_offset<S>(args, args.groups.weight_pitch);
-  return load_row<S, S::kAlignWeight>(p, col);
+template <class S, class Args> __device__ const typename S::Weight* weight_of(const Args& args) {
+  return static_cast<const typename S::Weight*>(args.weight) + group_offset<S>(args, args.groups.weight_pitch);
 }
-template <class S, class Args> __device__ auto load_bias(const Args& args, int col) {
-  const auto* p = static_cast<const typename S::Bias*>(args.bias) + group_offset<S>(args, args.groups.bias_pitch);
-  return load_row<S, S::kAlignWeight>(p, col);
+template <class S, class Args> __device__ const typename S::Bias* bias_of(const Args& args) {
+  return static_cast<const typename S::Bias*>(args.bias) + group_offset<S>(args, args.groups.bias_pitch);
 }
 
+template <class S, class Args> __device__ auto load_weight(const Args& args, int col) {
+  return load_row<S, S::kAlignWeight>(weight_of<S>(args), col);
+}
+template <class S, class Args> __device__ auto load_bias(const Args& args, int col) {
+  return load_row<S, S::kAlignWeight>(bias_of<S>(args), col);
+}
 template <class S, class Args> __device__ auto load_gate(const Args& args, int col) {
   using Gate = typename S::ResidualGate;
   const auto* p = static_cast<const Gate*>(args.gate) + group_offset<S>(args, args.groups.gate_pitch);
   return load_row<S, S::kAlignWeight>(p, col);
+}
+
+// Starts to bring a vector to L2.
+template <class S, class T> __device__ void prefetch_row(const T* row, int col) {
+  if constexpr (kPresent<T>)
+    if (Place<S>::kCovers || col < S::kCols) asm volatile("prefetch.global.L2 [%0];" ::"l"(row + col));
 }
 
 // weight_offset + weight; the addition is compiled in with an offset.
