@@ -108,14 +108,19 @@ template <CodeType kCode, class V> __device__ float scale_of(unsigned largest) {
   return s == 0 ? 1.0f : s;
 }
 
+// Whether a quotient of 16-bit v has terms that are not normal.
+template <class V> __device__ bool is_extreme(float s) {
+  return sizeof(V) == 2 && !(fabsf(s) >= 0x1p-100f && fabsf(s) <= 0x1p100f);
+}
+
 // v / s, correctly rounded.
-template <class V, bool kNarrow = sizeof(V) == 2> struct Divisor {
+template <class V, bool kExtreme, bool kNarrow = sizeof(V) == 2> struct Divisor {
   float s;
 
   __device__ explicit Divisor(float s) : s(s) {}
-  __device__ static constexpr bool is_extreme() { return false; }
-  template <int kLanes, bool> __device__ Divisor of_lane(int lane) const { return Divisor(__shfl_sync(~0u, s, lane, kLanes)); }
-  template <bool, int kVec> __device__ void divide(float (&v)[kVec]) const {
+  // That of another of kLanes neighbours.
+  template <int kLanes> __device__ Divisor of_lane(int lane) const { return Divisor(__shfl_sync(~0u, s, lane, kLanes)); }
+  template <int kVec> __device__ void divide(float (&v)[kVec]) const {
 #pragma unroll
     for (int e = 0; e < kVec; ++e) v[e] /= s;
   }
@@ -124,12 +129,12 @@ template <class V, bool kNarrow = sizeof(V) == 2> struct Divisor {
 // For 16-bit v as v * high + v * low, which has the codes of the rounded quotient: high + low is 1 / s to 46 digits
 // (docs/quantized.md). `low` is never 0, so that infinities stay, and has the sign of `high`, so that -0 does. With an
 // extreme s a power of two, which first multiplies v, keeps both normal.
-template <class V> struct Divisor<V, true> {
+template <class V, bool kExtreme> struct Divisor<V, kExtreme, true> {
   float power = 1, high, low;
 
   __device__ explicit Divisor(float s) {
     float size = fabsf(s);
-    if (!(size >= 0x1p-100f && size <= 0x1p100f)) power = size < 1 ? 0x1p96f : 0x1p-64f;
+    if (kExtreme && is_extreme<V>(s)) power = size < 1 ? 0x1p96f : 0x1p-64f;
     size *= power;
     high = __frcp_rz(size);
     const float rest = fused(-size, high, 1.0f), first = product(rest, high);
@@ -138,10 +143,7 @@ template <class V> struct Divisor<V, true> {
     low = copysignf(low, s);
   }
 
-  __device__ bool is_extreme() const { return power != 1; }
-
-  // That of another of kLanes neighbours.
-  template <int kLanes, bool kExtreme> __device__ Divisor of_lane(int lane) const {
+  template <int kLanes> __device__ Divisor of_lane(int lane) const {
     Divisor other = *this;
     if constexpr (kExtreme) other.power = __shfl_sync(~0u, power, lane, kLanes);
     other.high = __shfl_sync(~0u, high, lane, kLanes);
@@ -149,7 +151,7 @@ template <class V> struct Divisor<V, true> {
     return other;
   }
 
-  template <bool kExtreme, int kVec> __device__ void divide(float (&v)[kVec]) const {
+  template <int kVec> __device__ void divide(float (&v)[kVec]) const {
     if constexpr (kExtreme) {
 #pragma unroll
       for (int e = 0; e < kVec; ++e) v[e] *= power;
@@ -215,63 +217,67 @@ template <class S, class V, class At> struct RowCodes {
       scale = scale_of<S::kCode, V>(of_row(largest.value()));
       if (live && at.leader()) args.scales[row] = scale;
     }
-    put_all([&](int i) { return S::kResident ? kept[S::kResident ? i : 0] : vector(i); }, Divisor<V>(scale));
+    const auto again = [&](int i) { return S::kResident ? kept[S::kResident ? i : 0] : vector(i); };
+    // One test for all of a thread's vectors: beside each it would cost as much as a multiplication.
+    if (is_extreme<V>(scale)) put_all(again, Divisor<V, true>(scale));
+    else put_all(again, Divisor<V, false>(scale));
   }
 
   // Blocks [first, first + kTogether) of this thread's. Shuffles leave a lane the largest of one of them: its number is
-  // `mine`. The lane makes the scale, and others ask it.
+  // `mine`. The lane makes the scale, and others ask it. A word has two blocks of 16-bit v.
   template <int kTogether, class Vector> __device__ void blocks(int first, const Vector& vector) const {
+    constexpr bool kPairs = sizeof(V) == 2 && kTogether > 1;
+    constexpr int kWords = kPairs ? kTogether / 2 : kTogether;
     Pack<V, kVec> kept[kTogether * kBlockVectors];
     Largest<V> largest[kTogether];
-    const auto there = [&](int k) { return kVectors % kBlockVectors == 0 || first * kBlockVectors + k < kVectors; };
 #pragma unroll
     for (int k = 0; k < kTogether * kBlockVectors; ++k) {
       const int i = first * kBlockVectors + k;
-      if (!there(k)) continue;
+      if (kVectors % kBlockVectors > 0 && i >= kVectors) continue;
       kept[k] = vector(i);
       add(i, kept[k], largest[k / kBlockVectors]);
     }
-    unsigned most[kTogether];
+    const auto larger = [](unsigned a, unsigned b) { return kPairs ? __vmaxu2(a, b) : max(a, b); };
+    unsigned most[kWords];
 #pragma unroll
-    for (int k = 0; k < kTogether; ++k) most[k] = largest[k].value();
+    for (int k = 0; k < kWords; ++k) {
+      const unsigned low = largest[k].of, high = largest[kTogether - kWords + k].of;
+      if constexpr (kPairs) most[k] = larger(__byte_perm(low, high, 0x5410), __byte_perm(low, high, 0x7632));
+      else most[k] = largest[k].value();
+    }
 #pragma unroll
-    for (int offset = 1, left = kTogether; offset < kBlockLanes; offset *= 2) {
+    for (int offset = 1, left = kWords; offset < kBlockLanes; offset *= 2) {
       const bool upper = at.lane & offset;
-      left = left > 1 ? left / 2 : 0;  // pairs to exchange; none: all lanes go on with one block
+      left /= 2;  // pairs to exchange; none: all lanes go on with one word
 #pragma unroll
       for (int k = 0; k < left; ++k) {
-        const unsigned got = __shfl_xor_sync(~0u, upper ? most[k] : most[k + left], offset);
-        most[k] = max(upper ? most[k + left] : most[k], got);
+        const unsigned even = most[2 * k], odd = most[2 * k + 1];
+        most[k] = larger(upper ? odd : even, __shfl_xor_sync(~0u, upper ? even : odd, offset));
       }
-      if (left == 0) most[0] = max(most[0], __shfl_xor_sync(~0u, most[0], offset));
-      left = left > 0 ? left : 1;
+      if (left == 0) most[0] = larger(most[0], __shfl_xor_sync(~0u, most[0], offset));
     }
+    if constexpr (kPairs) most[0] = at.lane & kWords ? most[0] >> 16 : most[0] & 0xffff;
     const float scale = scale_of<S::kCode, V>(most[0]);
-    const int of_block = at.lane & (kBlockLanes - 1), mine = reversed<kTogether>(of_block & (kTogether - 1));
-    int col = at.col(first * kBlockVectors);
+    const int of_block = at.lane & (kBlockLanes - 1), mine = of_block & (kTogether - 1);
+    unsigned col = at.col(first * kBlockVectors);
 #pragma unroll
     for (int k = 1; k < kTogether; ++k) col = mine == k ? at.col(first + k) : col;
     if (live && of_block < kTogether && col < S::kCols) args.scales[col / kScaleBlock * args.rows + row] = scale;
-    const Divisor<V> divisor(scale);
-    const bool extreme = kTogether == 1 ? divisor.is_extreme() : __any_sync(~0u, divisor.is_extreme());
-    if (extreme) put_blocks<kTogether, true>(first, kept, divisor);
-    else put_blocks<kTogether, false>(first, kept, divisor);
+    const bool extreme = kTogether == 1 ? is_extreme<V>(scale) : __any_sync(~0u, is_extreme<V>(scale));
+    if (extreme) put_blocks<kTogether>(first, kept, Divisor<V, true>(scale));
+    else put_blocks<kTogether>(first, kept, Divisor<V, false>(scale));
   }
 
-  template <int kTogether, bool kExtreme>
-  __device__ void put_blocks(int first, const Pack<V, kVec> (&kept)[kTogether * kBlockVectors],
-                             const Divisor<V>& divisor) const {
+  template <int kTogether, class D>
+  __device__ void put_blocks(int first, const Pack<V, kVec> (&kept)[kTogether * kBlockVectors], const D& divisor) const {
 #pragma unroll
     for (int k = 0; k < kTogether * kBlockVectors; ++k) {
-      const int i = first * kBlockVectors + k, lane = (at.lane & ~(kBlockLanes - 1)) | reversed<kTogether>(k);
+      const int i = first * kBlockVectors + k;
       if (kVectors % kBlockVectors > 0 && i >= kVectors) continue;
-      if constexpr (kTogether == 1) put<kExtreme>(i, kept[k], divisor);
-      else put<kExtreme>(i, kept[k], divisor.template of_lane<S::kLanes, kExtreme>(lane));
+      if constexpr (kTogether == 1) put(i, kept[k], divisor);
+      else put(i, kept[k], divisor.template of_lane<S::kLanes>((at.lane & ~(kBlockLanes - 1)) | k));
     }
   }
-
-  // The number whose binary digits are those of n in reverse.
-  template <int kCount> __device__ static int reversed(int n) { return kCount == 4 ? (n & 1) * 2 + n / 2 : n; }
 
   template <int kLanes> __device__ static unsigned largest_of_lanes(unsigned v) {
     if constexpr (kLanes == 32) return __reduce_max_sync(~0u, v);
@@ -291,16 +297,14 @@ template <class S, class V, class At> struct RowCodes {
     return v;
   }
 
-  // One test for all of a thread's vectors: beside each it would cost as much as a multiplication.
-  template <class Vector> __device__ void put_all(const Vector& vector, const Divisor<V>& divisor) const {
-    if (divisor.is_extreme()) each<kVectors>([&](int i) { put<true>(i, vector(i), divisor); });
-    else each<kVectors>([&](int i) { put<false>(i, vector(i), divisor); });
+  template <class Vector, class D> __device__ void put_all(const Vector& vector, const D& divisor) const {
+    each<kVectors>([&](int i) { put(i, vector(i), divisor); });
   }
 
-  template <bool kExtreme> __device__ void put(int i, const Pack<V, kVec>& pack, const Divisor<V>& divisor) const {
+  template <class D> __device__ void put(int i, const Pack<V, kVec>& pack, const D& divisor) const {
     float q[kVec];
     widen_pack(pack, q);
-    divisor.template divide<kExtreme>(q);
+    divisor.divide(q);
     auto* const codes = static_cast<unsigned char*>(args.codes) + row * S::kCols + at.col(i);
     if (live && (P::kCovers || at.col(i) < S::kCols)) store_word(codes, codes_of<S::kCode>(q));
   }
