@@ -32,9 +32,9 @@ _Call = tuple[RowNormSpec, Access, Device]
 
 # Grid rationale. Every natural alignment of rows of part of a warp, of one, of a block and of clusters;
 # the mixes that training has and y of another type by itself; stages that a table asks about.
-_LENGTHS = (17, 130, 255, 510, 768, 1023, 1032, 1170, 1280, 1408, 1600, 2048, 2304, 3000, 4096, 4099, 5120, 6661, 8192)
-_LENGTHS += (9216, 10002, 10007, 10240, 12288, 12672, 16382, 16383, 20480, 24576, 28672, 32768, 40962, 50002, 50257)
-_LENGTHS += (57344, 65532, 65536, 98304, 131071, 131072, 168832, 262143)
+_LENGTHS = (17, 130, 255, 510, 768, 1023, 1032, 1170, 1280, 1408, 1600, 2048, 2304, 3000, 3072, 4096, 4099, 5120, 6661)
+_LENGTHS += (8192, 9216, 10002, 10007, 10240, 12288, 12672, 16382, 16383, 20480, 24576, 28672, 32768, 40962, 50002)
+_LENGTHS += (50257, 57344, 65532, 65536, 98304, 131071, 131072, 168832, 262143)
 _MIXES = (
     ("bf16", "bf16", "bf16"),
     ("bf16", "f32", "bf16"),

@@ -60,6 +60,7 @@ class Plan:
     shifted: bool = False  # store whole sectors (kernels/shifted_store.cuh)
     shares: int = 1  # warps of the tree that a warp executes
     codes_apart: bool = False  # another kernel makes them of y
+    rows_ahead: int = 0  # a block brings the row this far ahead to L2, in calls of few rows
 
     @property
     def tiled(self) -> bool:

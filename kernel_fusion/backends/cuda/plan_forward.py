@@ -137,7 +137,8 @@ def _direct(facts: Facts) -> Plan:
     facts = facts.also(bound=bound, registers=2**16 // (plan.min_blocks * plan.threads))
     together = max(1, min(8, facts.tuned("parameters", 16) // tree.vec))
     later = facts.tuned("variant", "") if tree.warps > 1 else ""  # than a step of the exchange between warps
-    return replace(plan, variant="ahead" if ahead else later, batches=(together,))
+    rows_ahead = facts.tuned("rows_ahead", 0)
+    return replace(plan, variant="ahead" if ahead else later, batches=(together,), rows_ahead=rows_ahead)
 
 
 def _loads_ahead(facts: Facts) -> bool:

@@ -56,7 +56,7 @@ def _types(spec: RowNormSpec, backward: bool) -> dict[str, str | None]:
 
 def _forward_constants(spec: RowNormSpec, access: Access, plan: Plan) -> dict[str, int | str]:
     return {
-        **constants(plan, "center", "helpers", "shifted"),
+        **constants(plan, "center", "helpers", "shifted", "rows_ahead"),
         **constants(NO_CODES if plan.splits else spec.codes, "code", "scales", "keeps"),
         "kShares": plan.shares,
         "kResident": plan.resident,

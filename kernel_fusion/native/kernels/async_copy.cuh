@@ -54,6 +54,11 @@ __device__ inline void bulk_load(void* shared, const void* global, unsigned byte
       : "memory");
 }
 
+// Starts to bring `bytes` to L2; bytes and address are multiples of 16.
+__device__ inline void bulk_prefetch(const void* global, unsigned bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
+}
+
 // Starts copying a word; copy_arrive() arrives on `b` when this thread's words have.
 __device__ inline void copy_word(void* shared, const void* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");

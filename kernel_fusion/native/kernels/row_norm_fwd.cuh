@@ -7,6 +7,7 @@
 // with stages; row_norm_fwd_long.cuh takes longer rows.
 #pragma once
 
+#include "async_copy.cuh"
 #include "codes.cuh"
 #include "dependent_launch.cuh"
 #include "moments.cuh"
@@ -166,6 +167,25 @@ template <class S> struct Executor<S, true> {
   using type = Stretches<S>;
 };
 
+// Brings to L2 what blocks of this group would wait for: its vectors, since all that start together want them after x; and,
+// in calls of few waves, x of a later one. More waves read it fast enough, and this slows them down.
+template <class S, class At> __device__ void prefetch(const RowNormFwdArgs& args, const At& at) {
+  if constexpr (S::kGrouped)
+    if (blockIdx.x == 0)
+#pragma unroll
+      for (int i = 0; i < At::kVectors; ++i) {
+        prefetch_row<S>(weight_of<S>(args), at.col(i));
+        prefetch_row<S>(bias_of<S>(args), at.col(i));
+      }
+  if constexpr (S::kRowsAhead > 0) {
+    static_assert(S::kRows == 1 && S::kCluster == 1);
+    constexpr i64 kFew = 16 * S::kRowsAhead;
+    const i64 row = static_cast<i64>(blockIdx.x) + S::kRowsAhead;
+    if (threadIdx.x == 0 && row < args.rows && static_cast<i64>(gridDim.x) * gridDim.y <= kFew)
+      bulk_prefetch(ForwardRow<S>(args, row).x, S::kCols * sizeof(typename S::X));
+  }
+}
+
 template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
   using A = typename S::Acc;
   using At = typename Executor<S>::type;
@@ -175,14 +195,7 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
   if constexpr (S::kCluster > 1) cluster_arrive();
   wait_for_previous_kernel(row.x + at.first);
   const Before<S, typename S::Y> before(args);
-  // The blocks that start together would all wait for their group's vectors, after they have waited for x.
-  if constexpr (S::kGrouped)
-    if (blockIdx.x == 0)
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        prefetch_row<S>(weight_of<S>(args), at.col(i));
-        prefetch_row<S>(bias_of<S>(args), at.col(i));
-      }
+  prefetch<S>(args, at);
 
   Pack<typename S::Row, kVec> resident[kVectors];
   Pack<typename S::X, kVec> xs[kVectors];  // all before the first is used
