@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_support import ABOUT, measured, run
+from bench_support import measured, run
 from support import ROOT
 from typer.testing import CliRunner
 
@@ -170,17 +170,6 @@ def test_single_calls_have_tables_of_their_spread_and_page_faults() -> None:
     faults = next(t for t in with_pages if t.title.endswith("page faults"))
     assert faults.columns == ("rows × N", "kf-cpu faults", "kf-cpu µs", "kf-cpu µs, reused memory")
     assert faults.rows == (("32×64", "1000", "2000", "500"),)
-
-
-def test_files_from_before_places_have_their_machine_as_place(tmp_path: Path) -> None:
-    """Records without a device are the machine's, and on a CPU have its threads."""
-    written = run(on_cpu("kf-cpu", 2.0, 2))
-    written.about = ABOUT | {"machine": {"device": "cpu", "torch_threads": 8, "cpu": "A CPU"}}
-    path = written.write_json(tmp_path)
-    path.write_text(
-        path.read_text().replace('"device": "cpu", "direction"', '"direction"').replace('"threads": 2, ', "")
-    )
-    assert [str(place) for place in results.read(path).places] == ["cpu, 8 threads"]
 
 
 def test_markdown_says_where_it_comes_from_and_what_is_missing(tmp_path: Path) -> None:

@@ -79,9 +79,9 @@ class Fields:
             raise ValueError(f"`{self.where}{name}` is missing")
         return checked(value, rule, self.where + name)
 
-    def object(self, name: str, default: Any = _REQUIRED) -> Fields:
+    def object(self, name: str) -> Fields:
         """The object called `name`."""
-        return Fields(self.get(name, OBJECT, default), f"{self.where}{name}.")
+        return Fields(self.get(name, OBJECT), f"{self.where}{name}.")
 
     def objects(self, name: str) -> Iterator[Fields]:
         """The objects of the list called `name`."""
@@ -89,9 +89,9 @@ class Fields:
             where = f"{self.where}{name}[{index}]"
             yield Fields(checked(value, OBJECT, where), f"{where}.")
 
-    def facts(self, name: str, default: Any = _REQUIRED) -> dict[str, Any]:
+    def facts(self, name: str) -> dict[str, Any]:
         """The values of the object called `name`; all can be printed."""
-        found = self.object(name, default)
+        found = self.object(name)
         for key in found.values:
             checked(key, NAME, f"{self.where}{name}")
             checked(found.values[key], FACT, found.where + key)

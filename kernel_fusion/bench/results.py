@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from kernel_fusion.bench.fields import COUNT, ERROR, FLAG, NAME, OBJECT, TEXT, Fields, checked
+from kernel_fusion.bench.fields import ERROR, FLAG, NAME, OBJECT, TEXT, Fields, checked
 from kernel_fusion.bench.machine import load_average, machine, versions
 from kernel_fusion.bench.providers import Contender
 from kernel_fusion.bench.suite import Suite
@@ -310,22 +310,17 @@ def read(path: Path) -> Results:
 
 
 def _results(head: Fields) -> Results:
-    parts = {part: head.facts(part) for part in ("machine", "versions", "method")}
     facts = head.object("machine")
     facts.get("cpu", NAME)
     facts.get("gpu", NAME, None)
-    # Older files have one place, the machine's, and none in their records.
-    place: dict[str, Any] = {"device": facts.get("device", NAME)}
-    if place["device"] == "cpu":
-        place["threads"] = facts.get("torch_threads", COUNT, None)
-    about = head.values | parts | {"peers": head.facts("peers", {})}  # older files have no peers
+    about = head.values | {part: head.facts(part) for part in ABOUT}
     about |= {"command": head.get("command", TEXT), "date": head.get("date", NAME)}
     found = Results(
         head.get("suite", NAME),
         head.get("title", NAME),
         head.get("quick", FLAG),
         about,
-        [_measurement(Fields(place | record.values, record.where)) for record in head.objects("measurements")],
+        [_measurement(record) for record in head.objects("measurements")],
         [Failure(**{f.name: each.get(f.name, TEXT) for f in fields(Failure)}) for each in head.objects("failures")],
         head.get("interrupted", FLAG),
     )
@@ -389,8 +384,7 @@ def _measurement(record: Fields) -> Measurement:
     if any(name in record.values for name in _TIMES):
         facts["timing"] = Timing(**record.of(Timing, *_TIMES))
     for name, prefix in _BY_RESULT.items():
-        # Older files write null for results without an error.
-        found = [key for key, value in record.values.items() if key.startswith(prefix) and value is not None]
+        found = [key for key in record.values if key.startswith(prefix)]
         facts[name] = {checked(key, NAME, key).removeprefix(prefix): record.get(key, ERROR) for key in found}
     return Measurement(**facts)
 
