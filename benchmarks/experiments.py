@@ -28,7 +28,7 @@ from cpu_costs import huge
 import kernel_fusion as kf
 from kernel_fusion.backends.cuda import compile as compiler
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES
-from kernel_fusion.backends.cuda.plan import Plan
+from kernel_fusion.backends.cuda.plan import Plan, Ring
 from kernel_fusion.backends.cuda.planner import contiguous_access, family, override_plan, plan_for, source_of
 from kernel_fusion.bench.machine import machine, versions
 from kernel_fusion.core.spec import RowNormSpec
@@ -94,9 +94,7 @@ def tree_bits() -> dict[str, Any]:
         for cluster in (1, 2, 4):
 
             def change(spec: RowNormSpec, plan: Plan, cluster: int = cluster) -> Plan:
-                return dataclasses.replace(
-                    plan, kernel="row_norm_fwd", slots=0, helpers=0, shared_bytes=0, cluster=cluster
-                )
+                return dataclasses.replace(plan, kernel="row_norm_fwd", ring=Ring(), shared_bytes=0, cluster=cluster)
 
             with override_plan(change):
                 y1 = torch.ops.kernel_fusion.row_norm_fwd(x, 1, None, None, 1e-5, 0.0, None, False)

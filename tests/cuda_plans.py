@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from kernel_fusion.backends.cuda import planner
 from kernel_fusion.backends.cuda.device import Device
-from kernel_fusion.backends.cuda.plan import Pace, Plan
+from kernel_fusion.backends.cuda.plan import Pace, Plan, Ring
 from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
 
 _MAX_ELEMENTS = 64  # per thread: the most that an executor without spare registers is asked to hold
@@ -65,7 +65,7 @@ def assert_sound(spec: RowNormSpec, access: Access, plan: Plan, device: Device) 
     if spec.direction == "backward_weight":
         assert plan.per_block == plan.threads * plan.vec
         return
-    assert plan.persistent == (spec.direction == "backward" or plan.slots > 0)
+    assert plan.persistent == (spec.direction == "backward" or plan.ring.slots > 0)
     for power in (plan.lanes, plan.cluster):
         assert power & (power - 1) == 0
     most_blocks = 16 if device.arch == 90 else 8
@@ -76,7 +76,7 @@ def assert_sound(spec: RowNormSpec, access: Access, plan: Plan, device: Device) 
         assert plan.warps > 1
     physical, rest = divmod(plan.warps, plan.cluster)
     assert rest == 0
-    if plan.slots:
+    if plan.ring.slots:
         _assert_streamed(spec, plan, device)
     elif plan.tiled:
         assert (plan.warps, device.has_clusters, spec.acc) == (1, True, "f32")
@@ -100,11 +100,11 @@ def _assert_streamed(spec: RowNormSpec, plan: Plan, device: Device) -> None:
         natural = min(16 // ITEMSIZE[spec.x], spec.cols & -spec.cols)
         assert plan.vec == (natural if spec.has_stages else min(natural, 16 // ITEMSIZE[spec.y]))
     narrow = ITEMSIZE[spec.x] == 2 and plan.vec < 8 and plan.cluster > 1
-    assert 2 <= plan.slots <= (6 if forward and narrow and not spec.rms else 4)
-    assert plan.helpers in ((0, 1, 2) if forward else (0,))
-    assert plan.helpers == 0 or (plan.per_block == 1 and plan.warps > 1)
+    assert 2 <= plan.ring.slots <= (6 if forward and narrow and not spec.rms else 4)
+    assert plan.ring.helpers in ((0, 1, 2) if forward else (0,))
+    assert plan.ring.helpers == 0 or (plan.per_block == 1 and plan.warps > 1)
     assert plan.sums in ("none", "registers")
-    assert plan.variant != "few" or (spec.direction == "backward" and plan.slots > 2)
+    assert plan.variant != "few" or (spec.direction == "backward" and plan.ring.slots > 2)
     assert last_block_begins(spec, plan) < spec.cols, "a block without columns would copy what lies behind the row"
 
 
@@ -117,20 +117,20 @@ def _shared_bytes(spec: RowNormSpec, access: Access, plan: Plan) -> tuple[int, i
         return sum(-(-(elements * ITEMSIZE[t] + 16 - min(align, 16)) // 16) * 16 for t, align in tensors), 8
     # The rows of a block add up their sums in a table: one after the other, or all at once if streamed.
     sums, several = plan.sums == "registers" and any(spec.column_sums) and plan.per_block > 1, 3 if spec.dgate else 2
-    members = (plan.threads - 32 * plan.helpers) // plan.per_block
-    table_cols = per_thread * members if plan.slots else spec.cols
-    table = plan.per_block * table_cols * acc * (several if plan.slots else 1) if sums else 0
-    if plan.slots:
+    members = (plan.threads - 32 * plan.ring.helpers) // plan.per_block
+    table_cols = per_thread * members if plan.ring.slots else spec.cols
+    table = plan.per_block * table_cols * acc * (several if plan.ring.slots else 1) if sums else 0
+    if plan.ring.slots:
         tensors = _streamed(spec, access)
         # Whatever its alignment, a row lies in this many units of 16 bytes.
         slot = sum(-(-(per_thread * members * ITEMSIZE[t] + 16 - min(align, 16)) // 16) * 16 for t, align in tensors)
         kept = (per_thread - plan.unkept * plan.vec) * members * ITEMSIZE[spec.weight] if spec.weight else 0
         parameters = kept if plan.keeps == "shared" else 0
-        ring = plan.slots * plan.per_block * slot
-        barriers = (2 * plan.slots + 8) * 8 + 4 * 2 * acc  # and what a combiner makes
+        ring = plan.ring.slots * plan.per_block * slot
+        barriers = (2 * plan.ring.slots + 8) * 8 + 4 * 2 * acc  # and what a combiner makes
         each = barriers + 4 * plan.warps * 2 * acc + 16  # at most, for what keeps blocks together
         if spec.direction == "backward":
-            each += plan.slots * 2 * acc  # statistics
+            each += plan.ring.slots * 2 * acc  # statistics
         return max(ring, table) + parameters, plan.per_block * each
     assert plan.keeps in ("weight", "nothing")
     if plan.sums == "shared":
@@ -170,9 +170,7 @@ def _direct(spec: RowNormSpec, plan: Plan, device: Device) -> Iterator[Plan]:
         keeps="nothing",
         unkept=0,
         sums="registers" if backward else "none",
-        slots=0,
-        helpers=0,
-        pace=None,
+        ring=Ring(),
         shifted=False,
     )
     if plan.warps == 1:
@@ -191,18 +189,19 @@ def _direct(spec: RowNormSpec, plan: Plan, device: Device) -> Iterator[Plan]:
 
 def _streamed_executors(spec: RowNormSpec, plan: Plan) -> Iterator[Plan]:
     """Fewer slots, helpers or rows at a time, blocks together or apart, larger clusters: all fit where `plan` does."""
-    if plan.slots:
-        yield replace(plan, pace=None)
-        yield replace(plan, pace=Pace(plan.pace.tolerance if plan.pace else 8, least=1))
+    if plan.ring.slots:
+        yield replace(plan, ring=replace(plan.ring, pace=None))
+        pace = Pace(plan.ring.pace.tolerance if plan.ring.pace else 8, least=1)
+        yield replace(plan, ring=replace(plan.ring, pace=pace))
         if plan.variant == "few":
             yield replace(plan, variant="")
-    for helpers in range(plan.helpers):
-        yield replace(plan, helpers=helpers)
-    for slots in range(2, plan.slots):
-        yield replace(plan, slots=slots, variant=plan.variant if slots > 2 else "")
-    if plan.slots and plan.per_block > 1:
+    for helpers in range(plan.ring.helpers):
+        yield replace(plan, ring=replace(plan.ring, helpers=helpers))
+    for slots in range(2, plan.ring.slots):
+        yield replace(plan, ring=replace(plan.ring, slots=slots), variant=plan.variant if slots > 2 else "")
+    if plan.ring.slots and plan.per_block > 1:
         yield replace(plan, per_block=1)
-    if plan.slots and plan.per_block == 1 and plan.cluster <= 4 and plan.warps % (2 * plan.cluster) == 0:
+    if plan.ring.slots and plan.per_block == 1 and plan.cluster <= 4 and plan.warps % (2 * plan.cluster) == 0:
         larger = replace(plan, cluster=2 * plan.cluster)
         if last_block_begins(spec, larger) < spec.cols:
             yield larger

@@ -178,7 +178,7 @@ def test_few_rows_have_the_same_bits(verb: str, cols: int) -> None:
     if plan.variant != "few":
         pytest.skip(f"few rows have no loop of their own on sm_{device.arch}")
     groups = torch.cuda.get_device_properties().multi_processor_count * plan.per_block
-    for rows in (1, groups // 2, groups + 1, plan.slots * groups, plan.slots * groups + 1, 8 * groups + 5):
+    for rows in (1, groups // 2, groups + 1, plan.ring.slots * groups, plan.ring.slots * groups + 1, 8 * groups + 5):
         x, dy = (torch.randn(rows, cols, device="cuda").add_(3).to(BF16) for _ in range(2))
         results = []
         for variant in ("few", ""):

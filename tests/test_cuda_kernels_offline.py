@@ -300,7 +300,7 @@ def test_plans_are_sound(spec: RowNormSpec, device: Device) -> None:
     for access in (planner.contiguous_access(spec), anywhere(spec)):
         plan = plan_row_norm(spec, access, device)
         assert_sound(spec, access, plan, device)
-        if spec.direction in ("inference", "forward") and not (plan.slots or plan.tiled):
+        if spec.direction in ("inference", "forward") and not (plan.ring.slots or plan.tiled):
             dtypes = filter(None, (spec.y, spec.weight, spec.bias, spec.residual, spec.gate, spec.residual_gate))
             assert plan.vec * max(ITEMSIZE[dtype] for dtype in dtypes) <= 16
 
@@ -406,7 +406,7 @@ def test_no_vector_of_forward_has_more_than_16_bytes(wider: dict[str, str], cols
     device = KNOWN_DEVICES[90]
     plan = planned(replace(spec, **wider), device)
     same = planned(replace(spec, residual=spec.residual and "bf16"), device)
-    assert plan.vec == (8 if plan.slots and "y" not in wider else 4)
+    assert plan.vec == (8 if plan.ring.slots and "y" not in wider else 4)
     assert (plan.lanes, plan.warps) == (same.lanes, same.warps)
 
 
@@ -424,14 +424,14 @@ def test_rows_of_large_slots(cols: int, rows: int) -> None:
     """On sm_90 backward beside a residual of fp32 takes as many rows at a time as have four slots each."""
     spec = RowNormSpec("backward", True, cols, "bf16", "bf16", "bf16", None, residual="f32", dh=True, dresidual=True)
     plan = planned(spec, KNOWN_DEVICES[90])
-    assert (plan.per_block, plan.slots) == (rows, 4)
+    assert (plan.per_block, plan.ring.slots) == (rows, 4)
 
 
 @pytest.mark.parametrize(("dtype", "cols"), [("bf16", 50002), ("bf16", 64000), ("bf16", 128000), ("f32", 32000)])
 def test_rows_of_clusters_stream(dtype: str, cols: int) -> None:
     """Lengths that more elements to a thread would divide are streamed like their neighbours."""
     plan = planned(RowNormSpec("forward", False, cols, dtype, dtype, dtype, dtype), KNOWN_DEVICES[90])
-    assert plan.slots > 1
+    assert plan.ring.slots > 1
     assert _elements(plan, cols) <= 32
 
 
@@ -479,6 +479,6 @@ def test_executors_of_streamed_rows(direction: str, cols: int) -> None:
     spec, device = RowNormSpec(direction, False, cols, "bf16", "bf16", "bf16", "bf16"), KNOWN_DEVICES[90]
     plan, access = planned(spec, device), planner.contiguous_access(spec)
     plans = executors(spec, plan, device)
-    assert {other.slots for other in [plan, *plans]} == {0, 2, 3, 4}
+    assert {other.ring.slots for other in [plan, *plans]} == {0, 2, 3, 4}
     for other in plans:
         assert compile_source(planner.source_of(spec, access, other).text(), 90)[0].startswith(b"\x7fELF")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from kernel_fusion.backends.cuda.tree import Tree, ceil_div
@@ -32,6 +32,20 @@ class Pace:
 
 
 @dataclass(frozen=True)
+class Ring:
+    """How rows pass through shared memory.
+
+    Attributes:
+        slots: of a group of threads; 0 without.
+        helpers: warps without columns (kernels/row_stream.cuh): combiner, producer.
+    """
+
+    slots: int = 0
+    helpers: int = 0
+    pace: Pace | None = None
+
+
+@dataclass(frozen=True)
 class Plan:
     """How a row-norm kernel runs.
 
@@ -54,9 +68,7 @@ class Plan:
     keeps: KeptParameters = "nothing"
     unkept: int = 0  # last vectors whose weight is not kept in shared memory
     sums: KeptSums = "none"
-    slots: int = 0  # of a group of threads, for streamed rows
-    helpers: int = 0  # warps without columns (kernels/row_stream.cuh): combiner, producer
-    pace: Pace | None = None
+    ring: Ring = Ring()
     shifted: bool = False  # store whole sectors (kernels/shifted_store.cuh)
     shares: int = 1  # warps of the tree that a warp executes
     codes_apart: bool = False  # another kernel makes them of y
@@ -77,7 +89,7 @@ class Plan:
         """Threads per block."""
         if self.tiled or self.kernel == "row_norm_bwd_weight":
             return SMALL_ROW_THREADS
-        return self.per_block * self.lanes * self.warps // (self.cluster * self.shares) + 32 * self.helpers
+        return self.per_block * self.lanes * self.warps // (self.cluster * self.shares) + 32 * self.ring.helpers
 
     @property
     def least_per_block(self) -> int:
@@ -87,7 +99,7 @@ class Plan:
     @property
     def persistent(self) -> bool:
         """Whether no more blocks start than run at once."""
-        return self.slots > 0 or self.kernel == "row_norm_bwd"
+        return self.ring.slots > 0 or self.kernel == "row_norm_bwd"
 
     @property
     def splits(self) -> bool:
@@ -102,10 +114,10 @@ class Plan:
         return *row, self.kernel, self.per_block, self.cluster, self.sums
 
     def __str__(self) -> str:
-        if self.slots:
+        if self.ring.slots:
             rows = f"{self.per_block} rows at a time" if self.per_block > 1 else "a row at a time"
             where = f"clusters of {self.cluster} blocks" if self.cluster > 1 else "blocks"
-            shape = f"persistent {where} of {self.threads} threads, {rows}, {self.slots} rows each on their way"
+            shape = f"persistent {where} of {self.threads} threads, {rows}, {self.ring.slots} rows each on their way"
         elif self.per_block > 1:
             shape = f"{self.per_block} rows per block of {self.threads} threads, {self.lanes} lanes per row"
         elif self.cluster > 1:
@@ -113,10 +125,10 @@ class Plan:
         else:
             shape = f"a block of {self.threads} threads per row"
         row = "row in registers" if self.resident else "row read again"
-        row = "rows through shared memory" if self.slots or self.tiled else row
+        row = "rows through shared memory" if self.ring.slots or self.tiled else row
         sums = f", sums in {self.sums}" if self.sums in ("registers", "shared") else ""
         split = f", {'codes' if self.codes_apart else 'weight gradients'} in a pass of their own" if self.splits else ""
-        helpers = ("", ", a warp combines sums", ", a warp combines sums, another copies rows")[self.helpers]
+        helpers = ("", ", a warp combines sums", ", a warp combines sums, another copies rows")[self.ring.helpers]
         stores = ", y stored by whole sectors" if self.shifted else ""
         return f"{shape}{helpers}, {self.vec}-element vectors, {row}{stores}{sums}{split}"
 
@@ -132,14 +144,14 @@ def pace_of(facts: Facts, keeps: bool) -> Pace | None:
     return Pace(*facts.tuned("pace", (8, 15))) if facts.tuned("keeps_pace", keeps) else None
 
 
-def streamed_plan(facts: Facts, max_slots: int, groups: int = 1, shared_bytes: int = 0, **options: Any) -> Plan | None:
-    """Rows through shared memory beside `shared_bytes`, or None if there is no room."""
+def streamed_plan(facts: Facts, most: Ring, groups: int = 1, shared_bytes: int = 0, **options: Any) -> Plan | None:
+    """Rows through shared memory beside `shared_bytes`, or None if there is no room; `most` has the most slots."""
     spec, tree = facts.spec, facts.tree
     columns = 32 * tree.block_warps * tree.elements
     tensors = _streamed(spec, facts.access)
     slot_bytes = sum(ceil_div(columns * ITEMSIZE[t], 16) * 16 + (16 if align < 16 else 0) for t, align in tensors)
     sums_bytes = groups * (32 * tree.warps + 256)  # at most: statistics, `Shared` of row_stream.cuh and pace.cuh
-    slots = min(max_slots, (facts.device.shared_bytes - sums_bytes - shared_bytes) // (groups * slot_bytes))
+    slots = min(most.slots, (facts.device.shared_bytes - sums_bytes - shared_bytes) // (groups * slot_bytes))
     if slots < 2:
         return None
     backward = spec.direction == "backward"
@@ -152,7 +164,7 @@ def streamed_plan(facts: Facts, max_slots: int, groups: int = 1, shared_bytes: i
         per_block=groups,
         sums="registers" if backward else "none",
         shared_bytes=slots * groups * slot_bytes + shared_bytes,
-        slots=slots,
+        ring=replace(most, slots=slots),
         **options,
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from kernel_fusion.backends.cuda.plan import Plan, direct_plan, pace_of, streamed_plan
+from kernel_fusion.backends.cuda.plan import Plan, Ring, direct_plan, pace_of, streamed_plan
 from kernel_fusion.backends.cuda.tree import MAX_BLOCK_WARPS, MAX_CLUSTER, Tree, ceil_div, power_of_two, spread_row
 from kernel_fusion.backends.cuda.tuned import Facts
 from kernel_fusion.core.spec import ITEMSIZE
@@ -75,8 +75,8 @@ def _streamed(facts: Facts) -> Plan | None:
     facts = facts.also(widest=widest, roomy=whole and facts.tuned("roomy", not spec.has_stages))
     for spread, groups, least in _arrangements(facts, _groups(facts)):
         plan = _by_groups(facts.of(spread), groups)
-        if plan is not None and plan.slots >= least:
-            own_loop = plan.slots > 2 and plan.cluster == 1  # for the loop for few rows
+        if plan is not None and plan.ring.slots >= least:
+            own_loop = plan.ring.slots > 2 and plan.cluster == 1  # for the loop for few rows
             return replace(plan, variant=facts.of(spread).tuned("streamed_variant", "") if own_loop else "")
     return None
 
@@ -111,7 +111,7 @@ def _by_groups(facts: Facts, groups: int) -> Plan | None:
     """This many rows at a time; the weight in shared memory if it fits."""
     weight, tree = facts.spec.weight, facts.tree
     facts = facts.also(groups=groups, team=groups * tree.block_warps)
-    plan = partial(streamed_plan, facts, facts.tuned("slots", 4), groups, pace=pace_of(facts, keeps=True))
+    plan = partial(streamed_plan, facts, Ring(facts.tuned("slots", 4), pace=pace_of(facts, keeps=True)), groups)
     if weight is not None and (tree.elements <= 8 or _has_registers(facts)):
         return plan(keeps=facts.tuned("keeps", "weight"))
     if weight is None or (tree.vec == 1 and tree.cluster == 1):
@@ -120,7 +120,7 @@ def _by_groups(facts: Facts, groups: int) -> Plan | None:
     for unkept in range(tree.vectors // 2 + 1):
         kept_bytes = (tree.vectors - unkept) * tree.vec * 32 * tree.block_warps * ITEMSIZE[weight]
         shared = plan(kept_bytes, keeps="shared", unkept=unkept)
-        if (shared is not None and shared.slots > 2) or weight == "f32":
+        if (shared is not None and shared.ring.slots > 2) or weight == "f32":
             return shared  # no registers read fp32 for every row
     return plan()
 

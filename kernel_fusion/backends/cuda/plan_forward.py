@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from kernel_fusion.backends.cuda.plan import SMALL_ROW_THREADS, Plan, direct_plan, pace_of, streamed_plan
+from kernel_fusion.backends.cuda.plan import SMALL_ROW_THREADS, Plan, Ring, direct_plan, pace_of, streamed_plan
 from kernel_fusion.backends.cuda.tree import MAX_BLOCK_WARPS, MAX_CLUSTER, Tree, ceil_div, power_of_two, spread_row
 from kernel_fusion.backends.cuda.tuned import Facts
 from kernel_fusion.core.spec import ITEMSIZE
@@ -24,10 +24,10 @@ def plan_forward(facts: Facts) -> Plan:
     vectors = center = ceil_div(facts.spec.cols, plan.vec * plan.lanes * plan.warps)
     if not plan.resident:
         center = min(vectors, plan.batches[0])
-    elif plan.slots:  # a mean of fewer columns takes fewer additions
+    elif plan.ring.slots:  # a mean of fewer columns takes fewer additions
         center = ceil_div(vectors, 4 if plan.vec == 1 else 2)
     single = plan.vec == 1 and plan.per_block == 1 and plan.resident
-    facts = facts.also(vectors=vectors, slots=plan.slots, helpers=plan.helpers)
+    facts = facts.also(vectors=vectors, slots=plan.ring.slots, helpers=plan.ring.helpers)
     return replace(plan, center=center, shifted=single and facts.tuned("shifted", False))
 
 
@@ -105,7 +105,7 @@ def _few_warps(facts: Facts) -> Tree | None:
 def _streamed(facts: Facts) -> Plan | None:
     helpers = facts.tuned("helpers", 0)
     facts = facts.also(helpers=helpers)
-    return streamed_plan(facts, facts.tuned("slots", 4), helpers=helpers, pace=pace_of(facts, keeps=False))
+    return streamed_plan(facts, Ring(facts.tuned("slots", 4), helpers, pace_of(facts, keeps=False)))
 
 
 def _one_block(facts: Facts, tree: Tree) -> Tree:

@@ -19,14 +19,15 @@ def row_norm_source(spec: RowNormSpec, access: Access, plan: Plan) -> Source:
     backward = spec.direction.startswith("backward")
     known: dict[str, int | str] = {
         **constants(spec, "rms", "cols", "offset", *_OPTIONS),
-        **constants(plan, "vec", "lanes", "warps", "cluster", "slots"),
+        **constants(plan, "vec", "lanes", "warps", "cluster"),
+        **constants(plan.ring, "slots"),
         "kRows": plan.per_block,
         "kThreads": plan.threads,
         "kStridedX": access.strided_x,
         "kAlignX": access.x,
         "kAlignWeight": access.weight,
-        "kPaceTolerance": plan.pace.tolerance if plan.pace else 0,
-        "kPaceLeast": plan.pace.least if plan.pace else 0,
+        "kPaceTolerance": plan.ring.pace.tolerance if plan.ring.pace else 0,
+        "kPaceLeast": plan.ring.pace.least if plan.ring.pace else 0,
     }
     known |= _backward_constants(spec, access, plan) if backward else _forward_constants(spec, access, plan)
     args = "RowNormBwdArgs" if backward else "RowNormFwdArgs"
@@ -56,7 +57,8 @@ def _types(spec: RowNormSpec, backward: bool) -> dict[str, str | None]:
 
 def _forward_constants(spec: RowNormSpec, access: Access, plan: Plan) -> dict[str, int | str]:
     return {
-        **constants(plan, "center", "helpers", "shifted", "rows_ahead"),
+        **constants(plan, "center", "shifted", "rows_ahead"),
+        **constants(plan.ring, "helpers"),
         **constants(NO_CODES if plan.splits else spec.codes, "code", "scales", "keeps"),
         "kShares": plan.shares,
         "kResident": plan.resident,
