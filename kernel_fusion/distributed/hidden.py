@@ -68,21 +68,11 @@ def operator_of_columns(verb: str, backend: str | None, group: dist.ProcessGroup
     return operator("staged_row_norm", backend, (group,))
 
 
-def _row_norm(
-    rms: bool,
-    staged: Callable[..., tuple[Tensor, Tensor]],
-    input: Tensor,
-    num_dims: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float | None = None,
-    weight_offset: float = 0.0,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
+def _row_norm(rms: bool, staged: Callable[..., tuple[Tensor, Tensor]], input: Tensor, *norm: Any) -> Tensor:
+    num_dims, weight, bias, eps, *others = norm
     if eps is None:
         eps = torch.finfo(compute_dtype(input.dtype)).eps
-    affine = num_dims, weight, bias, eps, weight_offset, out_dtype, rms
-    return staged(input, None, *affine)[0]
+    return staged(input, None, num_dims, weight, bias, eps, *others, rms)[0]
 
 
 def _staged_row_norm(backend: str | None, groups: Groups, *args: Any) -> tuple[Tensor, Tensor]:
