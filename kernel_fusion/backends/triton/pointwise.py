@@ -199,7 +199,7 @@ def _backward_columns(
 
 
 class Chain(torch.autograd.Function):
-    """Autograd of the operator; arguments as for `kernel_fusion::pointwise`."""
+    """Autograd of the operator."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:

@@ -13,12 +13,12 @@ from kernel_fusion.backends.triton.kernels.quantize import quantize_rows
 from kernel_fusion.backends.triton.kernels.row_norm_fwd import row_norm_fwd
 from kernel_fusion.backends.triton.launch import launch, row_tile
 from kernel_fusion.backends.triton.layout import rows_of, unit
-from kernel_fusion.backends.triton.row_norm import forward, forward_plan, launch_forward, require_forward, with_stages
+from kernel_fusion.backends.triton.row_norm import forward, forward_plan, launch_forward, of_norm, require_forward
 from kernel_fusion.core import checks
 from kernel_fusion.core.activations import CODES as ACTIVATIONS
 from kernel_fusion.core.arguments import floating, require
 from kernel_fusion.core.quantize import BLOCK, LARGEST, empty_scales
-from kernel_fusion.core.stages import FIRST, Given, NormCall
+from kernel_fusion.core.stages import FIRST, NormCall
 
 
 @torch.library.triton_op("kernel_fusion::triton_quantize", mutates_args={})
@@ -44,26 +44,12 @@ def quantized_gate(
 
 
 @torch.library.triton_op("kernel_fusion::triton_quantized_row_norm", mutates_args={})
-@with_stages
+@of_norm(NormCall._fields.index("num_dims"))
 def quantized_row_norm(
-    input: Tensor,
-    residual: Tensor | None,
-    dtype: torch.dtype,
-    scale: Tensor | None,
-    block: int,
-    keeps: bool,
-    num_dims: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    out_dtype: torch.dtype,
-    rms: bool,
-    *stages: Any,
+    call: NormCall, dtype: torch.dtype, scale: Tensor | None, block: int, keeps: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes and scales of a norm's y; that where it is kept; and h, without elements where there is no residual."""
-    s = Given(*stages)
-    call = NormCall(input, residual, num_dims, weight, bias, eps, weight_offset, out_dtype, rms, s)
+    input, residual, num_dims, *_, out_dtype, _, s = call
     checks.staged_row_norm(call)
     fits = _fits(input, dtype, scale, block) and (num_dims == 1 or scale is not None)
     require("triton_quantized_row_norm", [input, scale], fits)

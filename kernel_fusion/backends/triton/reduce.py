@@ -130,7 +130,7 @@ def sum_partials(partials: Tensor, programs: int, outputs: Sequence[Tensor], man
 
 
 class Reduce(torch.autograd.Function):
-    """Autograd of the operator; arguments as for `kernel_fusion::reduce`."""
+    """Autograd of the operator."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:

@@ -182,7 +182,7 @@ def _launch_backward(
 
 
 class QKNormRope(torch.autograd.Function):
-    """Autograd of the operator; arguments as for `kernel_fusion::qk_norm_rope`."""
+    """Autograd of the operator."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import wraps
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from kernel_fusion.core.groups import Groups, groups_of
 from kernel_fusion.core.spec import ROWS, Stages, compute_dtype
 from kernel_fusion.core.stages import (
     ARGUMENTS,
+    FIRST,
     NAMES,
     TENSORS,
     Given,
@@ -32,6 +34,7 @@ from kernel_fusion.core.stages import (
     compiled_in,
     conflict,
     lacks_residual,
+    norm_call,
     other_row,
 )
 
@@ -130,36 +133,52 @@ def _are_statistics(stats: Tensor, h: Tensor, num_dims: int, rms: bool) -> bool:
 _PARAMETER_TYPES = {"str": str, "float": float, "bool": bool, "Tensor?": Tensor | None}
 
 
-def with_stages(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with a parameter per stage argument, from which PyTorch makes the operator's schema."""
-    *own, _ = inspect.signature(function).parameters.values()
-    stages = [
-        inspect.Parameter(each.name, own[0].kind, default=each.default, annotation=_PARAMETER_TYPES[each.type])
-        for each in ARGUMENTS
-    ]
-    signature = inspect.signature(function).replace(parameters=[*own, *stages])
+_KIND = inspect.Parameter.POSITIONAL_OR_KEYWORD
+_STAGES = [
+    inspect.Parameter(each.name, _KIND, default=each.default, annotation=_PARAMETER_TYPES[each.type])
+    for each in ARGUMENTS
+]
+_NORM = [
+    inspect.Parameter(name, _KIND, annotation=torch.dtype if name == "out_dtype" else annotation)
+    for name, annotation in [*get_type_hints(NormCall).items()][:FIRST]
+]
+
+
+def _with_parameters(function: Callable[..., Any], parameters: Sequence[inspect.Parameter]) -> Callable[..., Any]:
+    """The function, from whose signature PyTorch makes the operator's schema."""
+    signature = inspect.signature(function).replace(parameters=parameters)
     setattr(function, "__signature__", signature)  # noqa: B010
     return function
 
 
+def with_stages(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with a parameter per stage argument."""
+    *own, _ = inspect.signature(function).parameters.values()
+    return _with_parameters(function, [*own, *_STAGES])
+
+
+def of_norm(at: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator of functions of a call, and of others that an operator has at this position."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        _, *own = inspect.signature(function).parameters.values()
+        end = at + len(own)
+
+        @wraps(function)
+        def flat(*args: Any) -> Any:
+            return function(norm_call(*args[:at], *args[end:]), *args[at:end])
+
+        return _with_parameters(flat, [*_NORM[:at], *own, *_NORM[at:], *_STAGES])
+
+    return decorate
+
+
 @torch.library.triton_op("kernel_fusion::triton_row_norm_fwd", mutates_args={})
-@with_stages
-def forward(
-    input: Tensor,
-    residual: Tensor | None,
-    num_dims: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    out_dtype: torch.dtype,
-    rms: bool,
-    wants_stats: bool,
-    *stages: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+@of_norm(FIRST)
+def forward(call: NormCall, wants_stats: bool) -> tuple[Tensor, Tensor, Tensor]:
     """y, h and the statistics; h is empty without a residual, the statistics if unwanted."""
-    s = Given(*stages)
-    call = NormCall(input, residual, num_dims, weight, bias, eps, weight_offset, out_dtype, rms, s)
+    input, residual, num_dims, *_, out_dtype, rms, s = call
+    assert out_dtype is not None
     require_forward("triton_row_norm_fwd", call)
     count = product(input.shape[: input.dim() - num_dims])
     y = torch.empty(input.shape, dtype=out_dtype, device=input.device)
@@ -264,7 +283,7 @@ _GRADIENTS = "dx", "dother", "dweight", "dbias", "dgate"
 
 
 class Backward(NamedTuple):
-    """The arguments of the operator for backward, which explains them."""
+    """The arguments of `backward`."""
 
     dy: Tensor
     dh: Tensor | None
@@ -312,7 +331,7 @@ class Backward(NamedTuple):
         return _bytes(self.dy, self.dh, self.h, self.x, self.weight, self.bias, other) + _bytes(*again)
 
     def launch(self, results: Sequence[Tensor], wants: Sequence[bool], **parts: Any) -> None:
-        """Fill the wanted gradients: of x, the other row and vectors. `parts` are constants of parts of rows."""
+        """Fill the wanted gradients; `parts` are constants of parts of rows."""
         given, numbers, groups, constants = arguments = self.arguments()
         device = plan.device_of(self.h.device)
         count, cols = numbers[0], numbers[1] * constants["unit"]
@@ -360,7 +379,7 @@ class Backward(NamedTuple):
         _add_up(partials, programs, results, wants, groups > 1)
 
     def _partials(self, size: int, wants: Sequence[bool]) -> list[Tensor]:
-        """Memory for partial sums of dweight and dbias, `size` numbers each, and of dgate."""
+        """Memory for partial sums, `size` numbers each."""
         counts = wants[2] + wants[3], int(wants[4])
         return [torch.empty(count * size, dtype=self.stats.dtype, device=self.h.device) for count in counts]
 

@@ -27,7 +27,7 @@ from kernel_fusion.core.stages import (
 
 
 class StagedRowNorm(torch.autograd.Function):
-    """Autograd of the operator; arguments as for `kernel_fusion::staged_row_norm`."""
+    """Autograd of the operator."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:

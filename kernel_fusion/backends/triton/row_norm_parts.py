@@ -20,12 +20,12 @@ from kernel_fusion.backends.triton.kernels.constants import RowNormBackward
 from kernel_fusion.backends.triton.kernels.row_norm_fwd import row_norm_fwd
 from kernel_fusion.backends.triton.launch import launch, row_tile
 from kernel_fusion.backends.triton.layout import product
-from kernel_fusion.backends.triton.row_norm import Backward, launch_forward, require_forward, with_stages
+from kernel_fusion.backends.triton.row_norm import Backward, launch_forward, of_norm, require_forward, with_stages
 from kernel_fusion.backends.triton.row_norm_autograd import gradients, keep, kernel_backward
 from kernel_fusion.core import checks
 from kernel_fusion.core.activations import IDENTITY
 from kernel_fusion.core.spec import compute_dtype
-from kernel_fusion.core.stages import Given, NormCall, norm_call, other_row
+from kernel_fusion.core.stages import FIRST, Given, NormCall, norm_call, other_row
 
 # Adds up a tensor over all ranks, in place.
 Join = Callable[[Tensor], None]
@@ -59,27 +59,16 @@ def moments(input: Tensor, residual: Tensor | None, num_dims: int, rms: bool, *s
 
 
 @torch.library.triton_op("kernel_fusion::triton_row_norm_apply", mutates_args={})
-@with_stages
-def apply(
-    h: Tensor,
-    sums: Tensor,
-    num_dims: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    out_dtype: torch.dtype,
-    rms: bool,
-    *stages: Any,
-) -> tuple[Tensor, Tensor]:
+@of_norm(FIRST)
+def apply(call: NormCall, sums: Tensor) -> tuple[Tensor, Tensor]:
     """y and the statistics, from sums over all ranks.
 
-    h is what `moments` wrote where there is a residual, and then the stages are those after the norm; else the input.
+    The input is what `moments` wrote where there is a residual, and then the stages are those after the norm.
     """
-    call = NormCall(h, None, num_dims, weight, bias, eps, weight_offset, out_dtype, rms, Given(*stages))
+    h, num_dims = call.input, call.num_dims
     count = product(h.shape[: h.dim() - num_dims])
-    y = torch.empty(h.shape, dtype=out_dtype, device=h.device)
-    stats = _memory(h, 1 if rms else 2, count, dtype=compute_dtype(h.dtype))
+    y = torch.empty(h.shape, dtype=call.out_dtype, device=h.device)
+    stats = _memory(h, 1 if call.rms else 2, count, dtype=compute_dtype(h.dtype))
     if h.numel() > 0:
         require_forward("triton_row_norm_apply", call)
         cols, device = product(h.shape[h.dim() - num_dims :]), plan.device_of(h.device)
@@ -104,10 +93,7 @@ def backward_sums(
     wants: Sequence[bool],
     *stages: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows' sums of gwn, for LayerNorm those of gw, and the number of columns; dweight and dbias.
-
-    Arguments as for `triton_row_norm_bwd`; `wants` are the results'.
-    """
+    """Rows' sums of gwn, for LayerNorm those of gw, and the number of columns; dweight and dbias."""
     s = Given(*stages)
     shape = checks.parameter_shape(h, num_dims, s.grouped, weight, bias)
     sums = _sums(h, num_dims, rms)
@@ -142,7 +128,7 @@ def backward_apply(
     wants: Sequence[bool],
     *stages: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, the other row's gradient and dgate, from sums over all ranks. Arguments as for `triton_row_norm_bwd`."""
+    """dx, the other row's gradient and dgate, from sums over all ranks."""
     s = Given(*stages)
     other, gate = other_row(s, None), s.residual_gate
     shape = checks.parameter_shape(h, num_dims, s.grouped, weight, bias, gate)
@@ -188,7 +174,7 @@ class NormOfParts(torch.autograd.Function):
         join(sums)
         normalised, after = (input, s) if c.residual is None else (h, after_h)
         affine = c.num_dims, c.weight, c.bias, c.eps, c.weight_offset, c.out_dtype or input.dtype, c.rms
-        y, stats = torch.ops.kernel_fusion.triton_row_norm_apply(normalised, sums, *affine, *after)
+        y, stats = torch.ops.kernel_fusion.triton_row_norm_apply(normalised, None, *affine, sums, *after)
         keep(ctx, c, h, stats)
         ctx.join = join
         return y, h

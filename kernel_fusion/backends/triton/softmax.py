@@ -74,7 +74,7 @@ def backward(dy: Tensor, y: Tensor, scale: float, leaves_out: bool) -> Tensor:
 
 
 class Softmax(torch.autograd.Function):
-    """Autograd of the operator; arguments as for `kernel_fusion::softmax`."""
+    """Autograd of the operator."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
