@@ -20,6 +20,7 @@ from kernel_fusion.operators import schemas
 _layer_norm, _rms_norm, _staged, _pointwise = (
     schemas.overload(name)._op for name in ("layer_norm", "rms_norm", "staged_row_norm", "pointwise")
 )
+
 Call = Callable[..., Any]
 
 
@@ -31,35 +32,35 @@ def is_usual(x: Any) -> bool:
 def norm(
     verb: Callable[..., Any], rms: bool, weight_offset: float, out_dtype: Any, rounding: str
 ) -> Callable[..., Any]:
-    """`verb`, a norm with these options, of an input, its shape, weight, bias and eps."""
+    """`verb`, a norm with these options, of an input, how many dimensions to normalise, weight, bias and eps."""
     if rounding != "once":
         after = _after(rms, weight_offset, out_dtype, rounding)
 
-        def rounded(x: Tensor, shape: tuple[int, ...], weight: Any, bias: Any, eps: float | None) -> Any:
+        def rounded(x: Tensor, num_dims: int, weight: Any, bias: Any, eps: float | None) -> Any:
             if is_usual(x) and eps is not None:
-                return _staged(x, None, len(shape), weight, bias, eps, *after)[0]
-            return verb(x, shape, weight=weight, bias=bias, eps=eps)
+                return _staged(x, None, num_dims, weight, bias, eps, *after)[0]
+            return verb(x, x.shape[-num_dims:], weight=weight, bias=bias, eps=eps)
 
         return rounded
     plain = _rms_norm if rms else _layer_norm
     options = () if weight_offset == 0.0 and out_dtype is None else (weight_offset, out_dtype)
 
-    def once(x: Tensor, shape: tuple[int, ...], weight: Any, bias: Any, eps: float | None) -> Any:
+    def once(x: Tensor, num_dims: int, weight: Any, bias: Any, eps: float | None) -> Any:
         if is_usual(x):
-            return plain(x, len(shape), weight, bias, eps, *options)
-        return verb(x, shape, weight=weight, bias=bias, eps=eps)
+            return plain(x, num_dims, weight, bias, eps, *options)
+        return verb(x, x.shape[-num_dims:], weight=weight, bias=bias, eps=eps)
 
     return once
 
 
 def add_norm(verb: Call, rms: bool, weight_offset: float, out_dtype: Any, rounding: str) -> Call:
-    """`verb`, an `add_*` norm with these options, of an input, residual, their shape, weight, bias and eps."""
+    """`verb`, an `add_*` norm with these options, of the same arguments and, second, a residual."""
     after = _after(rms, weight_offset, out_dtype, rounding)
 
-    def add(x: Tensor, residual: Tensor, shape: tuple[int, ...], weight: Any, bias: Any, eps: float | None) -> Any:
+    def add(x: Tensor, residual: Tensor, num_dims: int, weight: Any, bias: Any, eps: float | None) -> Any:
         if is_usual(x) and type(residual) in PLAIN_TENSORS and eps is not None:
-            return _staged(x, residual, len(shape), weight, bias, eps, *after)
-        return verb(x, residual, shape, weight=weight, bias=bias, eps=eps)
+            return _staged(x, residual, num_dims, weight, bias, eps, *after)
+        return verb(x, residual, x.shape[-num_dims:], weight=weight, bias=bias, eps=eps)
 
     return add
 
