@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from kernel_fusion.backends.availability import PLAIN_TENSORS
 from kernel_fusion.config import state
@@ -25,8 +24,8 @@ Call = Callable[..., Any]
 
 
 def is_usual(x: Any) -> bool:
-    """Whether the operator itself may serve calls with `x`: nobody traces them, or asked for a backend."""
-    return not is_dynamo_compiling() and type(x) in PLAIN_TENSORS and not x.is_nested and state.backend is None
+    """Whether the operator itself may serve calls with `x`: nobody asked for a backend. Dynamo may not trace this."""
+    return type(x) in PLAIN_TENSORS and not x.is_nested and state.backend is None
 
 
 def norm(

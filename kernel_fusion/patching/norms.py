@@ -1,7 +1,7 @@
 """Patched norms: the form that was found, and the forward that computes it.
 
 A form has a case for each pair of dtypes (input, weight) in which the module and our verb agree. All other calls run
-the module's own forward: other dtypes, other arguments, an autocast that was not examined.
+the module's own forward: of other dtypes or arguments, under an unexamined autocast, in torch.compile, which fuses it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from kernel_fusion.core.spec import rounding_for
 from kernel_fusion.functional import (
@@ -27,7 +28,7 @@ from kernel_fusion.functional import (
 
 
 class Gate(NamedTuple):
-    """How a second argument gates a norm: its name in the module's forward, and `kf.gated_rms_norm`'s arguments."""
+    """How a second argument gates a norm: its name in forward, and `kf.gated_rms_norm`'s arguments."""
 
     name: str
     activation: str | None
@@ -135,7 +136,7 @@ def _forward(form: NormForm, original: type[nn.Module]) -> Callable[..., Any]:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The norm."""
-        if len(args) == 1 and not kwargs and (num_dims := form.num_dims(x := args[0])):
+        if not is_dynamo_compiling() and len(args) == 1 and not kwargs and (num_dims := form.num_dims(x := args[0])):
             weight, bias, eps = form.parts(self)
             if norm := _of_call(norms, x, weight):
                 return norm(x, num_dims, weight, bias, eps)
@@ -165,7 +166,8 @@ def _gated_forward(form: NormForm, original: type[nn.Module]) -> Callable[..., A
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         gate = args[1] if len(args) == 2 else kwargs.get(gating.name)
-        num_dims = form.num_dims(args[0]) if args and len(args) + len(kwargs) == 2 else 0
+        ours = not is_dynamo_compiling() and args and len(args) + len(kwargs) == 2
+        num_dims = form.num_dims(args[0]) if ours else 0
         if num_dims and isinstance(gate, Tensor):
             (x, *_), (weight, bias, eps) = args, form.parts(self)
             norm = _of_call(norms, x, weight)

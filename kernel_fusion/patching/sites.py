@@ -41,10 +41,11 @@ def gated_by(acts: dict[str, tuple[Any, str]]) -> Callable[[str, Any, Any, Any],
 
 def add_norm(norm: Any, a: Any, b: Any) -> tuple[Any, Any]:
     """`norm(a + b)` and `a + b`, in one pass if the norm is patched and has no hooks."""
-    add = getattr(norm, "_kf_add", None) if is_changed(norm) else None
-    tensors = add is not None and isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape
-    if tensors and is_bare(norm) and (pair := _in_order(a, b)) and (found := add(*pair)) is not None:
-        return found  # type: ignore[no-any-return]
+    add = getattr(norm, "_kf_add", None) if is_changed(norm) and not torch.compiler.is_dynamo_compiling() else None
+    if add is not None and is_bare(norm) and isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape:
+        pair = _in_order(a, b)
+        if pair is not None and (found := add(*pair)) is not None:
+            return found  # type: ignore[no-any-return]
     h = a + b
     return norm(h), h
 
