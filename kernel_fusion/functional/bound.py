@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from kernel_fusion.backends.availability import PLAIN_TENSORS
 from kernel_fusion.config import state
@@ -20,46 +19,47 @@ from kernel_fusion.operators import schemas
 _layer_norm, _rms_norm, _staged, _pointwise = (
     schemas.overload(name)._op for name in ("layer_norm", "rms_norm", "staged_row_norm", "pointwise")
 )
+
 Call = Callable[..., Any]
 
 
 def is_usual(x: Any) -> bool:
-    """Whether the operator itself may serve calls with `x`: nobody traces them, or asked for a backend."""
-    return not is_dynamo_compiling() and type(x) in PLAIN_TENSORS and not x.is_nested and state.backend is None
+    """Whether the operator itself may serve calls with `x`: nobody asked for a backend. Dynamo may not trace this."""
+    return type(x) in PLAIN_TENSORS and not x.is_nested and state.backend is None
 
 
 def norm(
     verb: Callable[..., Any], rms: bool, weight_offset: float, out_dtype: Any, rounding: str
 ) -> Callable[..., Any]:
-    """`verb`, a norm with these options, of an input, its shape, weight, bias and eps."""
+    """`verb`, a norm with these options, of an input, how many dimensions to normalise, weight, bias and eps."""
     if rounding != "once":
         after = _after(rms, weight_offset, out_dtype, rounding)
 
-        def rounded(x: Tensor, shape: tuple[int, ...], weight: Any, bias: Any, eps: float | None) -> Any:
+        def rounded(x: Tensor, num_dims: int, weight: Any, bias: Any, eps: float | None) -> Any:
             if is_usual(x) and eps is not None:
-                return _staged(x, None, len(shape), weight, bias, eps, *after)[0]
-            return verb(x, shape, weight=weight, bias=bias, eps=eps)
+                return _staged(x, None, num_dims, weight, bias, eps, *after)[0]
+            return verb(x, x.shape[-num_dims:], weight=weight, bias=bias, eps=eps)
 
         return rounded
     plain = _rms_norm if rms else _layer_norm
     options = () if weight_offset == 0.0 and out_dtype is None else (weight_offset, out_dtype)
 
-    def once(x: Tensor, shape: tuple[int, ...], weight: Any, bias: Any, eps: float | None) -> Any:
+    def once(x: Tensor, num_dims: int, weight: Any, bias: Any, eps: float | None) -> Any:
         if is_usual(x):
-            return plain(x, len(shape), weight, bias, eps, *options)
-        return verb(x, shape, weight=weight, bias=bias, eps=eps)
+            return plain(x, num_dims, weight, bias, eps, *options)
+        return verb(x, x.shape[-num_dims:], weight=weight, bias=bias, eps=eps)
 
     return once
 
 
 def add_norm(verb: Call, rms: bool, weight_offset: float, out_dtype: Any, rounding: str) -> Call:
-    """`verb`, an `add_*` norm with these options, of an input, residual, their shape, weight, bias and eps."""
+    """`verb`, an `add_*` norm with these options, of the same arguments and, second, a residual."""
     after = _after(rms, weight_offset, out_dtype, rounding)
 
-    def add(x: Tensor, residual: Tensor, shape: tuple[int, ...], weight: Any, bias: Any, eps: float | None) -> Any:
+    def add(x: Tensor, residual: Tensor, num_dims: int, weight: Any, bias: Any, eps: float | None) -> Any:
         if is_usual(x) and type(residual) in PLAIN_TENSORS and eps is not None:
-            return _staged(x, residual, len(shape), weight, bias, eps, *after)
-        return verb(x, residual, shape, weight=weight, bias=bias, eps=eps)
+            return _staged(x, residual, num_dims, weight, bias, eps, *after)
+        return verb(x, residual, x.shape[-num_dims:], weight=weight, bias=bias, eps=eps)
 
     return add
 

@@ -1,7 +1,7 @@
 """Activation modules: recognises ours and makes a forward that computes them in one pass.
 
 A module that PyTorch computes in a single kernel is left. One written as a formula costs a kernel, and a tensor kept
-for backward, per operation. torch.compile fuses formulas itself, so it sees the module's own.
+for backward, per operation.
 """
 
 from __future__ import annotations

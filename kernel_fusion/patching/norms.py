@@ -1,7 +1,7 @@
 """Patched norms: the form that was found, and the forward that computes it.
 
 A form has a case for each pair of dtypes (input, weight) in which the module and our verb agree. All other calls run
-the module's own forward: other dtypes, other arguments, an autocast that was not examined.
+the module's own forward: of other dtypes or arguments, under an unexamined autocast, in torch.compile, which fuses it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from kernel_fusion.core.spec import rounding_for
 from kernel_fusion.functional import (
@@ -27,7 +28,7 @@ from kernel_fusion.functional import (
 
 
 class Gate(NamedTuple):
-    """How a second argument gates a norm: its name in the module's forward, and `kf.gated_rms_norm`'s arguments."""
+    """How a second argument gates a norm: its name in forward, and `kf.gated_rms_norm`'s arguments."""
 
     name: str
     activation: str | None
@@ -81,7 +82,7 @@ class NormForm:
 
     def parts(self, module: nn.Module) -> tuple[Tensor | None, Tensor | None, float]:
         """A module's weight, bias and eps, read at each call, because they may change."""
-        own = module._parameters  # asking it first saves a method of Python; parametrised ones are elsewhere
+        own = module._parameters  # parametrised ones are elsewhere
         weight = bias = None
         if self.weight is not None and (weight := own.get(self.weight)) is None:
             weight = getattr(module, self.weight)
@@ -101,20 +102,19 @@ class NormForm:
         return partial(rms_norm if self.rms else layer_norm, **options)
 
     def bound(self, key: Key, case: Case, *, adds: bool = False) -> Verb:
-        """The same verb for plain tensors, made for many calls; all its arguments are positional."""
+        """The same verb, made for many calls."""
         options = self.rms, self.weight_offset, case.out_dtype, rounding_for(case.rounding, key.input)
         return (bound.add_norm if adds else bound.norm)(self.verb(case, adds=adds), *options)
 
-    def shape_of(self, x: Any) -> tuple[int, ...] | None:
-        """The normalised sizes, if x is a tensor of rows such as the form was examined with."""
-        if not isinstance(x, Tensor):
-            return None
-        sizes = x.shape
-        shape = self.shape or sizes[-1:]
-        num_dims = len(shape)
-        if not num_dims or (self.shape is not None and sizes[-num_dims:] != shape):
-            return None
-        return shape if not self.dims or len(sizes) - num_dims in self.dims else None
+    def num_dims(self, x: Any) -> int:
+        """How many dimensions to normalise, or 0 if x is no tensor such as the form was examined with."""
+        if not isinstance(x, Tensor) or not (dims := x.dim()):
+            return 0
+        shape = self.shape
+        found = 1 if shape is None else len(shape)
+        if shape is not None and (x.size(-1) != shape[0] if found == 1 else x.shape[-found:] != shape):
+            return 0
+        return found if not self.dims or dims - found in self.dims else 0
 
 
 Verb = Callable[..., Any]
@@ -136,10 +136,10 @@ def _forward(form: NormForm, original: type[nn.Module]) -> Callable[..., Any]:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The norm."""
-        if len(args) == 1 and not kwargs and (shape := form.shape_of(x := args[0])):
+        if not is_dynamo_compiling() and len(args) == 1 and not kwargs and (num_dims := form.num_dims(x := args[0])):
             weight, bias, eps = form.parts(self)
             if norm := _of_call(norms, x, weight):
-                return norm(x, shape, weight, bias, eps)
+                return norm(x, num_dims, weight, bias, eps)
         return original.forward(self, *args, **kwargs)
 
     return forward
@@ -149,13 +149,13 @@ def _add(form: NormForm) -> Callable[..., Any]:
     sums = {key: form.bound(key, case, adds=True) for key, case in form.cases}
 
     def add(self: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The pair of the sum's norm and the sum, or None if that was not examined."""
-        shape = form.shape_of(residual)
-        if shape is None:
+        """The sum's norm and the sum, if that was examined."""
+        num_dims = form.num_dims(residual)
+        if not num_dims:
             return None
         weight, bias, eps = form.parts(self)
         norm = _of_call(sums, residual, weight)
-        return norm(x, residual, shape, weight, bias, eps) if norm else None
+        return norm(x, residual, num_dims, weight, bias, eps) if norm else None
 
     return add
 
@@ -166,12 +166,13 @@ def _gated_forward(form: NormForm, original: type[nn.Module]) -> Callable[..., A
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         gate = args[1] if len(args) == 2 else kwargs.get(gating.name)
-        shape = form.shape_of(args[0]) if args and len(args) + len(kwargs) == 2 else None
-        if shape and isinstance(gate, Tensor):
+        ours = not is_dynamo_compiling() and args and len(args) + len(kwargs) == 2
+        num_dims = form.num_dims(args[0]) if ours else 0
+        if num_dims and isinstance(gate, Tensor):
             (x, *_), (weight, bias, eps) = args, form.parts(self)
             norm = _of_call(norms, x, weight)
             if norm and gate.shape == x.shape and gate.dtype == x.dtype:
-                return norm(x, gate, shape, weight=weight, bias=bias, eps=eps)
+                return norm(x, gate, x.shape[-num_dims:], weight=weight, bias=bias, eps=eps)
         return original.forward(self, *args, **kwargs)
 
     return forward

@@ -54,12 +54,12 @@ def patch(
             computes in one kernel are left.
         residuals: additions whose sum the same method gives to a patched norm.
         rotary: functions called as `f(query, key, cos, sin)` that turn heads, where a module of the model makes the
-            angles. The compiler sees the function itself.
+            angles.
         rounding: "match" rounds each norm as the module does; "once" or "hf" (see :func:`kernel_fusion.layer_norm`)
             applies to all norms.
 
     Returns:
-        A :class:`Report` to print. A second call changes nothing.
+        A :class:`Report` to print. A second call changes nothing. `torch.compile` sees the model as it was.
 
     Raises:
         TypeError: `model` is no module.

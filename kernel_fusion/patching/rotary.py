@@ -67,7 +67,7 @@ class AnglesForm:
 
         def forward(self_: nn.Module, *args: Any, **kwargs: Any) -> Any:
             found = original.forward(self_, *args, **kwargs)
-            if isinstance(found, tuple) and not torch.compiler.is_compiling():  # the compiler sees the rotation itself
+            if isinstance(found, tuple) and not torch.compiler.is_compiling():
                 for t in found:
                     if type(t) is Tensor and not t.requires_grad:
                         setattr(t, _MARK, Mark(self.layout, halve(t).contiguous(), _version(t)))

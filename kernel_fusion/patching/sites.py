@@ -40,15 +40,24 @@ def gated_by(acts: dict[str, tuple[Any, str]]) -> Callable[[str, Any, Any, Any],
 
 
 def add_norm(norm: Any, a: Any, b: Any) -> tuple[Any, Any]:
-    """The pair of `norm(a + b)` and `a + b`, in one pass if the norm is patched and has no hooks."""
-    add = getattr(norm, "_kf_add", None) if is_changed(norm) else None
-    if add is not None and is_bare(norm) and _floating(a) and _floating(b) and a.shape == b.shape:
-        wider = a.dtype if a.dtype == b.dtype else torch.promote_types(a.dtype, b.dtype)
-        x, residual = (b, a) if wider == a.dtype else (a, b)
-        if wider == residual.dtype and (found := add(x, residual)) is not None:
+    """`norm(a + b)` and `a + b`, in one pass if the norm is patched and has no hooks."""
+    add = getattr(norm, "_kf_add", None) if is_changed(norm) and not torch.compiler.is_dynamo_compiling() else None
+    if add is not None and is_bare(norm) and isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape:
+        pair = _in_order(a, b)
+        if pair is not None and (found := add(*pair)) is not None:
             return found  # type: ignore[no-any-return]
     h = a + b
     return norm(h), h
+
+
+def _in_order(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The other term, and one that has the sum's dtype, if there is one."""
+    if a.dtype is b.dtype:
+        return b, a
+    wider = torch.promote_types(a.dtype, b.dtype)
+    if not (_floating(a) and _floating(b)) or wider not in (a.dtype, b.dtype):
+        return None
+    return (b, a) if wider == a.dtype else (a, b)
 
 
 def _floating(x: Any) -> bool:
