@@ -1,9 +1,8 @@
 """Builds the C++ extension with the C++ compiler alone: no CUDA toolkit, no ninja, no manual step.
 
-The library has the CPU kernels for this machine's best instruction set. If nothing is built ahead, a first call builds
-what it needs, and the first backward of a norm on a CPU the rest. An atomic rename stores a library, so nobody loads
-what a killed builder left. `torch.utils.cpp_extension` needs ninja, and its lock file blocks forever after a killed
-build.
+A library has the CPU kernels for this machine's best instruction set; one built ahead has all. A first call builds no
+gradients of norms; the first backward does. An atomic rename stores a library, so nobody loads what a killed builder
+left. `torch.utils.cpp_extension` needs ninja, and its lock file blocks forever after a killed build.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from kernel_fusion.native.forks import no_fork
 from kernel_fusion.native.jobs import Say
 
 Library = TypeVar("Library")
-# What a library has. Those for the gradients of norms take a third of a build.
+# Gradients of norms on a CPU take a third of a build.
 Part = Literal["operators", "gradients"]
 _WHOLE: tuple[Part, ...] = ("operators", "gradients")
 _WHAT = {
@@ -41,7 +40,7 @@ _WHAT = {
 # For several PyTorch versions, compilers, processors or sources.
 _KEPT = 16
 # Compiling headers several times then costs less than a long unit.
-_MANY_CORES = 6
+_MANY_CORES, _MORE_CORES = 6, 12
 _LONG = ("row_norm_autograd", "pointwise_autograd", "row_norm")
 
 NATIVE = Path(__file__).parent
@@ -141,7 +140,7 @@ def _sources() -> str:
 
 
 def _keys(*, whole: bool) -> Iterator[str]:
-    """This process's keys, with a compiler, and an exported library's; those without gradients too, unless `whole`."""
+    """This process's keys, with a compiler, and an exported library's."""
     sources = _sources()
     if compiler := cxx_compiler():
         for variants in (cpu_variants(), own_variants()):
@@ -152,7 +151,7 @@ def _keys(*, whole: bool) -> Iterator[str]:
 
 
 def kept_library(*, whole: bool = False) -> Path | None:
-    """A cached library for this process, or None; a `whole` one has the kernels for gradients too."""
+    """A cached library for this process, or None; `whole`: with gradients."""
     with suppress(OSError, subprocess.SubprocessError, BuildError):
         for key in _keys(whole=whole):
             if cache.EXTENSIONS.read(key) is not None:
@@ -183,7 +182,7 @@ def built_library(say: Say, *, every_variant: bool = False) -> Path:
 
 
 def load_library(load: Callable[[int], Library], say: Say) -> Library:
-    """`load` the library for this PyTorch and machine; if missing, one without gradients is built.
+    """`load` the library for this PyTorch and machine; one without gradients is built if missing.
 
     Args:
         load: owns a descriptor; raises OSError if loading fails. A cached library is then built again, once.
@@ -197,13 +196,13 @@ def load_library(load: Callable[[int], Library], say: Say) -> Library:
 
 
 def load_gradients(load: Callable[[int], Library], say: Say) -> Library:
-    """`load` the kernels for gradients that a loaded library lacks, as `load_library`."""
+    """`load` the gradients that a loaded library lacks."""
     with _errors_of_builds():
         return _load([_key(_compiler(), own_variants(), None, ("gradients",))], ("gradients",), load, say)
 
 
 def _load(keys: Iterable[str], parts: tuple[Part, ...], load: Callable[[int], Library], say: Say) -> Library:
-    """`load` the first whole entry, or what is built of these parts."""
+    """`load` an entry, or what is built."""
     for key in keys:
         file = cache.EXTENSIONS.open(key)
         if file is None:
@@ -287,7 +286,7 @@ Unit = tuple[list[Path], list[str]]
 
 
 def _units(variants: Sequence[str], cores: int, parts: Sequence[Part] = _WHOLE) -> list[Unit]:
-    """Files to compile together, and their flags; the longest unit first.
+    """Files to compile together, and their flags; on few cores the longest unit first.
 
     Files share headers, but with many cores the longest unit decides: long files are then alone.
     """
@@ -299,16 +298,19 @@ def _units(variants: Sequence[str], cores: int, parts: Sequence[Part] = _WHOLE) 
     kernels = sorted(_CPU_KERNELS.glob("*.cpp"))
     backward = [path for path in kernels if path.stem.startswith("row_norm_bwd")]
     staged = [path for path in backward if "staged" in path.stem]
-    loops = [path for path in kernels if path.stem == "activation_loops"]  # both parts call them
+    loops = [path for path in kernels if path.stem == "activation_loops"]  # for both parts
     forward = [path for path in kernels if path.stem == "row_norm_fwd"] + loops
     short = [path for path in kernels if path not in (*backward, *forward)]
     if cores >= _MANY_CORES:
         alone = [path for path in autograd + operators if path.stem in _LONG]
-        together = [[path for path in unit if path not in alone] for unit in (autograd, operators)]
-        host_units = [*([path] for path in alone), *together, cpu, cuda]
+        rest = [[path for path in unit if path not in alone] for unit in (autograd, operators)]
+        together = [*rest, cpu, cuda]
+        if cores >= _MORE_CORES:
+            together = [half for unit in together for half in (unit[: len(unit) // 2], unit[len(unit) // 2 :])]
+        host_units = [*([path] for path in alone), *together]
         gradient_units, kernel_units = [[path] for path in backward], [*([path] for path in forward), short]
     else:
-        host_units = [autograd + operators + cpu + cuda]
+        host_units = [autograd + operators + cpu, cuda]
         gradient_units = [staged, [path for path in backward if path not in staged]]
         kernel_units = [forward + short]
     units: list[Unit] = []

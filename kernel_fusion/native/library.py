@@ -10,7 +10,7 @@ from typing import Any
 
 from kernel_fusion.native.forks import no_fork
 
-# `Opener` of extension/cpu/variant.cpp: outputs.
+# `Opener` of extension/cpu/variant.cpp.
 _OPENER = ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_char_p))
 _errors: list[bytes] = []  # C++ points to these
 
@@ -33,7 +33,7 @@ def open_extension() -> ctypes.CDLL:
 
 
 def _open_gradients(table: Any, error: Any) -> None:
-    """Answer the kernels for gradients that the loaded library lacks, or what is wrong."""
+    """Answer the gradients that the loaded library lacks, or an error."""
     try:
         from kernel_fusion.native import build
 
