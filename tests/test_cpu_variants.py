@@ -59,7 +59,7 @@ def test_what_is_built_is_what_runs(variant: str) -> None:
     import sys
     from kernel_fusion.native import build
     from kernel_fusion.operators import loader
-    assert [loader.cpu_variant()] == build._own_variants() == sys.argv[1:], loader.cpu_variant()
+    assert [loader.cpu_variant()] == build.own_variants() == sys.argv[1:], loader.cpu_variant()
     chosen = [bool(loader.library().kf_use_cpu_variant(name.encode())) for name in build.cpu_variants()]
     assert chosen == sorted(chosen, reverse=True)
     assert sum(chosen) == build.cpu_variants().index(sys.argv[1]) + 1, chosen
@@ -70,7 +70,7 @@ def test_what_is_built_is_what_runs(variant: str) -> None:
 @pytest.mark.parametrize("cores", [2, 64])
 def test_a_library_of_our_own(cores: int) -> None:
     """What a process builds for itself has its best kernels alone."""
-    flags = {flag for _, flags in build._units(build._own_variants(), cores) for flag in flags}
+    flags = {flag for _, flags in build._units(build.own_variants(), cores) for flag in flags}
     assert {flag for flag in flags if flag.startswith("-DCPU_CAPABILITY=")} == {f"-DCPU_CAPABILITY={_BEST}"}
 
 

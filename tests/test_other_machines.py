@@ -124,11 +124,16 @@ def test_why_triton_is_not_available(gpu: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("cores", [2, 16])
 def test_every_source_is_in_a_unit(cores: int) -> None:
-    """On few cores and on many, each file is compiled once."""
-    compiled = Counter(file.name for files, _ in build._units(["DEFAULT"], cores) for file in files)
+    """On few cores and on many, each file is compiled once; two libraries have one in common."""
+
+    def compiled(*parts: build.Part) -> Counter[str]:
+        return Counter(file.name for files, _ in build._units(["DEFAULT"], cores, parts) for file in files)
+
     extension = PACKAGE / "native" / "extension"
     folders = (".", "cpu", "cuda", "cpu/kernels")
-    assert compiled == Counter(path.name for folder in folders for path in (extension / folder).glob("*.cpp"))
+    sources = Counter(path.name for folder in folders for path in (extension / folder).glob("*.cpp"))
+    assert compiled("operators", "gradients") == sources
+    assert compiled("operators") + compiled("gradients") == sources + Counter(["activation_loops.cpp"])
 
 
 def test_each_header_has_a_name_of_its_own() -> None:

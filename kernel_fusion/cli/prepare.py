@@ -92,8 +92,8 @@ def _warmup_without_kernels(arch: int | None, any_cpu: bool, out: Console) -> No
 
 def _prepare_extension(any_cpu: bool, out: Console) -> None:
     try:
-        if any_cpu:
-            build.built_library(say, every_variant=True)
+        if any_cpu or not loader.is_loaded():
+            build.built_library(say, every_variant=any_cpu)
         loader.library()
     except BuildError as error:
         out.print(f"The C++ extension could not be built: {error}")

@@ -1,8 +1,8 @@
 """Builds the C++ extension with the C++ compiler alone: no CUDA toolkit, no ninja, no manual step.
 
-The library has the CPU kernels for this machine's best instruction set; one built ahead has all. An atomic rename
-stores it, so nobody loads what a killed builder left. `torch.utils.cpp_extension` needs ninja, and its lock file blocks
-forever after a killed build.
+A library has the CPU kernels for this machine's best instruction set; one built ahead has all. A first call builds no
+gradients of norms; the first backward does. An atomic rename stores a library, so nobody loads what a killed builder
+left. `torch.utils.cpp_extension` needs ninja, and its lock file blocks forever after a killed build.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import platform
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 
@@ -28,11 +28,19 @@ from kernel_fusion.native.forks import no_fork
 from kernel_fusion.native.jobs import Say
 
 Library = TypeVar("Library")
+# Gradients of norms on a CPU take a third of a build.
+Part = Literal["operators", "gradients"]
+_WHOLE: tuple[Part, ...] = ("operators", "gradients")
+_WHAT = {
+    _WHOLE: "its C++ extension",
+    ("operators",): "its C++ extension",
+    ("gradients",): "its CPU kernels for gradients",
+}
 
 # For several PyTorch versions, compilers, processors or sources.
-_KEPT = 8
+_KEPT = 16
 # Compiling headers several times then costs less than a long unit.
-_MANY_CORES = 6
+_MANY_CORES, _MORE_CORES = 6, 12
 _LONG = ("row_norm_autograd", "pointwise_autograd", "row_norm")
 
 NATIVE = Path(__file__).parent
@@ -65,7 +73,7 @@ def cpu_variants() -> list[str]:
     return list(_VARIANTS)
 
 
-def _own_variants() -> list[str]:
+def own_variants() -> list[str]:
     """This process's, as in extension/cpu/variant.cpp."""
     best = torch.backends.cpu.get_cpu_capability()
     return [best if best in _VARIANTS else "DEFAULT"]
@@ -108,8 +116,13 @@ def compiler_version(compiler: tuple[str, ...]) -> str:
         return subprocess.run(command, capture_output=True, text=True, errors="replace", check=True).stdout
 
 
-def _key(compiler: tuple[str, ...], variants: Sequence[str], sources: str | None = None) -> str:
-    flags = repr((compiler[1:], _FLAGS, {variant: _VARIANTS[variant] for variant in variants}))
+def _key(
+    compiler: tuple[str, ...],
+    variants: Sequence[str],
+    sources: str | None = None,
+    parts: Sequence[Part] = _WHOLE,
+) -> str:
+    flags = repr((compiler[1:], _FLAGS, {variant: _VARIANTS[variant] for variant in variants}, parts))
     return cache.digest(torch.__version__, compiler_version(compiler), flags, platform.machine(), sources or _sources())
 
 
@@ -126,26 +139,28 @@ def _sources() -> str:
     )
 
 
-def _keys() -> Iterator[str]:
+def _keys(*, whole: bool) -> Iterator[str]:
     """This process's keys, with a compiler, and an exported library's."""
     sources = _sources()
     if compiler := cxx_compiler():
-        for variants in (cpu_variants(), _own_variants()):
+        for variants in (cpu_variants(), own_variants()):
             yield _key(compiler, variants, sources)
+        if not whole:
+            yield _key(compiler, own_variants(), sources, ("operators",))
     yield exported_key(sources)
 
 
-def kept_library() -> Path | None:
-    """A cached library for this process, or None."""
+def kept_library(*, whole: bool = False) -> Path | None:
+    """A cached library for this process, or None; `whole`: with gradients."""
     with suppress(OSError, subprocess.SubprocessError, BuildError):
-        for key in _keys():
+        for key in _keys(whole=whole):
             if cache.EXTENSIONS.read(key) is not None:
                 return cache.EXTENSIONS.path(key)
     return None
 
 
 def built_library(say: Say, *, every_variant: bool = False) -> Path:
-    """The cached library for this PyTorch and machine, built if missing.
+    """The cached whole library for this PyTorch and machine, built if missing.
 
     Args:
         say: gets a line before and after a build, and every few seconds.
@@ -154,20 +169,20 @@ def built_library(say: Say, *, every_variant: bool = False) -> Path:
     Raises:
         BuildError: there is no compiler, it failed, or the library cannot be stored.
     """
-    if not every_variant and (kept := kept_library()) is not None:
+    if not every_variant and (kept := kept_library(whole=True)) is not None:
         return kept
     with _errors_of_builds():
-        variants = cpu_variants() if every_variant else _own_variants()
+        variants = cpu_variants() if every_variant else own_variants()
         key = _key(_compiler(), variants)
         if cache.EXTENSIONS.read(key) is None:
             if problem := _no_folder():
                 raise BuildError(problem)
-            os.close(_build(key, variants, say))
+            os.close(_build(key, variants, _WHOLE, say))
         return cache.EXTENSIONS.path(key)
 
 
 def load_library(load: Callable[[int], Library], say: Say) -> Library:
-    """`load` the library for this PyTorch and machine, built if missing.
+    """`load` the library for this PyTorch and machine; one without gradients is built if missing.
 
     Args:
         load: owns a descriptor; raises OSError if loading fails. A cached library is then built again, once.
@@ -177,21 +192,33 @@ def load_library(load: Callable[[int], Library], say: Say) -> Library:
         BuildError: there is no compiler, it failed, or loading does.
     """
     with _errors_of_builds():
-        for key in _keys():
-            file = cache.EXTENSIONS.open(key)
-            if file is None:
-                continue
-            try:
-                return load(file)
-            except OSError as error:
-                say(f"kernel_fusion: {cache.EXTENSIONS.path(key)} cannot be loaded and is built again: {error}")
-                cache.EXTENSIONS.discard(key, file)
-        file = _build(_key(_compiler(), _own_variants()), _own_variants(), say)
+        return _load(_keys(whole=False), ("operators",), load, say)
+
+
+def load_gradients(load: Callable[[int], Library], say: Say) -> Library:
+    """`load` the gradients that a loaded library lacks."""
+    with _errors_of_builds():
+        return _load([_key(_compiler(), own_variants(), None, ("gradients",))], ("gradients",), load, say)
+
+
+def _load(keys: Iterable[str], parts: tuple[Part, ...], load: Callable[[int], Library], say: Say) -> Library:
+    """`load` an entry, or what is built."""
+    for key in keys:
+        file = cache.EXTENSIONS.open(key)
+        if file is None:
+            continue
         try:
             return load(file)
         except OSError as error:
-            os.close(file)
-            raise BuildError(f"the extension was built but cannot be loaded: {error}") from error
+            say(f"kernel_fusion: {cache.EXTENSIONS.path(key)} cannot be loaded and is built again: {error}")
+            cache.EXTENSIONS.discard(key, file)
+    variants = own_variants()
+    file = _build(_key(_compiler(), variants, None, parts), variants, parts, say)
+    try:
+        return load(file)
+    except OSError as error:
+        os.close(file)
+        raise BuildError(f"the extension was built but cannot be loaded: {error}") from error
 
 
 @contextmanager
@@ -217,7 +244,7 @@ def _no_folder() -> str | None:
     return None
 
 
-def _build(key: str, variants: Sequence[str], say: Say) -> int:
+def _build(key: str, variants: Sequence[str], parts: tuple[Part, ...], say: Say) -> int:
     """A library's descriptor, built here or by another process, and stored if possible."""
     compiler = _compiler()
     with ExitStack() as stack:
@@ -227,9 +254,10 @@ def _build(key: str, variants: Sequence[str], say: Say) -> int:
             return file
         folder = stack.enter_context(jobs.private_folder(_workplaces()))
         command = " ".join(compiler)
-        say(f"kernel_fusion: building its C++ extension with {command}, once for this PyTorch (less than a minute) ...")
+        what = "C++ extension" if "operators" in parts else "CPU kernels for gradients"
+        say(f"kernel_fusion: building its {what} with {command}, once for this PyTorch (less than a minute) ...")
         start = time.perf_counter()
-        library = _compile(compiler, variants, folder, say)
+        library = _compile(compiler, _units(variants, jobs.num_cores(), parts), folder, say)
         say(f"kernel_fusion: built in {time.perf_counter() - start:.0f} s")
         if cache.EXTENSIONS.write(key, library.read_bytes()) and (file := cache.EXTENSIONS.open(key)) is not None:
             cache.EXTENSIONS.keep(_KEPT)
@@ -254,8 +282,11 @@ def _workplaces() -> list[Path]:
     return places
 
 
-def _units(variants: Sequence[str], cores: int) -> list[tuple[list[Path], list[str]]]:
-    """Files to compile together, and their flags; the longest unit first.
+Unit = tuple[list[Path], list[str]]
+
+
+def _units(variants: Sequence[str], cores: int, parts: Sequence[Part] = _WHOLE) -> list[Unit]:
+    """Files to compile together, and their flags; on few cores the longest unit first.
 
     Files share headers, but with many cores the longest unit decides: long files are then alone.
     """
@@ -266,18 +297,31 @@ def _units(variants: Sequence[str], cores: int) -> list[tuple[list[Path], list[s
     operators = [path for path in files if path not in (*autograd, *cpu, *cuda)]
     kernels = sorted(_CPU_KERNELS.glob("*.cpp"))
     backward = [path for path in kernels if path.stem.startswith("row_norm_bwd")]
-    forward = [path for path in kernels if path.stem in ("row_norm_fwd", "activation_loops")]
+    staged = [path for path in backward if "staged" in path.stem]
+    loops = [path for path in kernels if path.stem == "activation_loops"]  # for both parts
+    forward = [path for path in kernels if path.stem == "row_norm_fwd"] + loops
     short = [path for path in kernels if path not in (*backward, *forward)]
     if cores >= _MANY_CORES:
         alone = [path for path in autograd + operators if path.stem in _LONG]
-        together = [[path for path in unit if path not in alone] for unit in (autograd, operators)]
-        host_units = [*([path] for path in alone), *together, cpu, cuda]
-        kernel_units = [*([path] for path in backward + forward), short]
+        rest = [[path for path in unit if path not in alone] for unit in (autograd, operators)]
+        together = [*rest, cpu, cuda]
+        if cores >= _MORE_CORES:
+            together = [half for unit in together for half in (unit[: len(unit) // 2], unit[len(unit) // 2 :])]
+        host_units = [*([path] for path in alone), *together]
+        gradient_units, kernel_units = [[path] for path in backward], [*([path] for path in forward), short]
     else:
-        host_units = [autograd + operators + cpu + cuda]
-        kernel_units = [backward, forward, short]
-    units = [(files, cpu_flags(variant)) for files in kernel_units for variant in variants]
-    return [(files, _include_flags()) for files in host_units] + units
+        host_units = [autograd + operators + cpu, cuda]
+        gradient_units = [staged, [path for path in backward if path not in staged]]
+        kernel_units = [forward + short]
+    units: list[Unit] = []
+    if "operators" in parts:
+        units += [(files, _include_flags()) for files in host_units]
+        units += [(files, cpu_flags(variant)) for files in kernel_units for variant in variants]
+    else:
+        gradient_units[-1] = gradient_units[-1] + loops
+    if "gradients" in parts:
+        units += [(files, cpu_flags(variant)) for files in gradient_units for variant in variants]
+    return units
 
 
 def _include_flags() -> list[str]:
@@ -286,10 +330,10 @@ def _include_flags() -> list[str]:
     return [*_FLAGS, *folders, "-isystem", str(include / "torch" / "csrc" / "api" / "include")]
 
 
-def _compile(compiler: Sequence[str], variants: Sequence[str], folder: Path, say: Say) -> Path:
+def _compile(compiler: Sequence[str], units: Sequence[Unit], folder: Path, say: Say) -> Path:
     """Compile all units in parallel and link them."""
     objects, commands = [], []
-    for index, (files, flags) in enumerate(_units(variants, jobs.num_cores())):
+    for index, (files, flags) in enumerate(units):
         unit, out = folder / f"{index}.cpp", folder / f"{index}.o"
         unit.write_bytes(b"".join(b'#include "%s"\n' % os.fsencode(file) for file in files))
         objects.append(str(out))

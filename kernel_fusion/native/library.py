@@ -6,8 +6,13 @@ import ctypes
 import os
 import sys
 from contextlib import ExitStack, suppress
+from typing import Any
 
 from kernel_fusion.native.forks import no_fork
+
+# `Opener` of extension/cpu/variant.cpp.
+_OPENER = ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_char_p))
+_errors: list[bytes] = []  # C++ points to these
 
 
 def open_extension() -> ctypes.CDLL:
@@ -22,7 +27,25 @@ def open_extension() -> ctypes.CDLL:
     opened.kf_use_cpu_variant.restype = ctypes.c_bool
     opened.kf_rehearse.argtypes = [ctypes.c_void_p, ctypes.c_int]
     opened.kf_set_planner.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
+    opened.kf_set_gradient_opener.argtypes = [ctypes.c_void_p]
+    opened.kf_set_gradient_opener(ctypes.cast(_opener, ctypes.c_void_p))
     return opened
+
+
+def _open_gradients(table: Any, error: Any) -> None:
+    """Answer the gradients that the loaded library lacks, or an error."""
+    try:
+        from kernel_fusion.native import build
+
+        opened = build.load_gradients(_dlopen, say)
+        (variant,) = build.own_variants()
+        table[0] = ctypes.cast(getattr(opened, f"kf_gradient_kernels_{variant}"), ctypes.c_void_p)
+    except BaseException as raised:  # nothing may be raised through C
+        _errors.append(f"{type(raised).__name__}: {raised}".encode())
+        error[0] = _errors[-1]
+
+
+_opener = _OPENER(_open_gradients)
 
 
 def say(line: str) -> None:

@@ -61,13 +61,15 @@ bool goes_by_columns(const Rows& x, size_t bytes) {
 void backward_by_columns(const cpu::BackwardByColumns& args) {
   const int64_t rows = args.rows, strips = cpu::strips_of(args.cols), elements = rows * cpu::strip_width(args.cols);
   std::vector<cpu::RowSums> sums(strips * rows);
-  share(strips, elements, [&](int64_t begin, int64_t end) { cpu::kernels().backward_sums(args, begin, end, sums.data()); });
+  share(strips, elements,
+        [&](int64_t begin, int64_t end) { cpu::gradient_kernels().backward_sums(args, begin, end, sums.data()); });
   if (!args.dx) return;
   for (int64_t i = rows; i < strips * rows; ++i) {  // the first strip gathers what the others have
     sums[i % rows].g += sums[i].g;
     sums[i % rows].gx += sums[i].gx;
   }
-  share(strips, elements, [&](int64_t begin, int64_t end) { cpu::kernels().backward_dx(args, begin, end, sums.data()); });
+  share(strips, elements,
+        [&](int64_t begin, int64_t end) { cpu::gradient_kernels().backward_dx(args, begin, end, sums.data()); });
 }
 
 // Rows of a block, which has a partial sum of its own: decided by the shape, not by the number of threads. At most 64 blocks,
@@ -170,8 +172,8 @@ void backward_by_blocks(const BackwardCall& call, const cpu::Backward& args, con
         mine.dweight = to_sum(0);
         mine.dbias = to_sum(1);
         mine.dgate = to_sum(2);
-        if (staged) cpu::kernels().backward_staged(mine, stages, first, last);
-        else cpu::kernels().backward(mine, first, last);
+        if (staged) cpu::gradient_kernels().backward_staged(mine, stages, first, last);
+        else cpu::gradient_kernels().backward(mine, first, last);
         if (sums.at_once) sums.round(run, own_sums.get(), interleaved);
       }
     };
@@ -189,12 +191,13 @@ void backward_by_own_rows(const BackwardCall& call, const cpu::Backward& args, c
                                gate.pitch,        call.weight_offset, memory(to.dweight),
                                memory(to.dbias),  memory(to.dgate),   call.wants[3] ? memory(to.dresidual) : nullptr,
                                u.data(),          u.layout()};
-  share(x.rows, x.cols, [&](int64_t begin, int64_t end) { cpu::kernels().backward_own(args, own, begin, end); });
+  share(x.rows, x.cols, [&](int64_t begin, int64_t end) { cpu::gradient_kernels().backward_own(args, own, begin, end); });
 }
 
 }  // namespace
 
 void backward_cpu(const BackwardCall& call, RowNormGradients& to) {
+  cpu::gradient_kernels();  // opened here if need be: the other threads only find them
   const Rows x(call.input, call.num_dims), dy(call.dy, call.num_dims);
   const auto x_type = cpu_dtype(call.input.scalar_type()), dy_type = cpu_dtype(call.dy.scalar_type());
   const Runs runs(call, x.rows);

@@ -335,12 +335,7 @@ struct Kernels {
   RowNormForwardMoments* forward_moments;
   RowNormForwardStatistics* forward_statistics;
   RowNormForwardStretches* forward_stretches;
-  RowNormBackward* backward;
-  RowNormBackwardSums* backward_sums;
-  RowNormBackwardDx* backward_dx;
-  RowNormBackwardOwn* backward_own;
   RowNormForwardStaged* forward_staged;
-  RowNormBackwardStaged* backward_staged;
   PointwiseLoop* pointwise;
   PointwiseLoop* pointwise_bwd;
   PointwiseColumns* pointwise_bwd_columns;
@@ -357,5 +352,17 @@ struct Kernels {
 
 // Those for this machine's instruction set, within ATEN_CPU_CAPABILITY.
 const Kernels& kernels();
+
+// The gradients of row norms. They take a third of a build, so a library of their own may have them, for the first backward.
+struct GradientKernels {
+  RowNormBackward* backward;
+  RowNormBackwardSums* backward_sums;
+  RowNormBackwardDx* backward_dx;
+  RowNormBackwardOwn* backward_own;
+  RowNormBackwardStaged* backward_staged;
+};
+
+// The first call may wait for Python, which opens that library, so no thread may wait for the caller. Raises if there is none.
+const GradientKernels& gradient_kernels();
 
 }  // namespace kf::cpu

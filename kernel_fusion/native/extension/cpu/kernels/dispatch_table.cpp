@@ -1,4 +1,4 @@
-// The table of one instruction set. All files of this folder form one unit, compiled once per set.
+// The table of one instruction set. The files of this folder are compiled once per set.
 #include "cpu/kernels.h"
 
 namespace kf::cpu {
@@ -10,12 +10,7 @@ RowNormForward forward;
 RowNormForwardMoments forward_moments;
 RowNormForwardStatistics forward_statistics;
 RowNormForwardStretches forward_stretches;
-RowNormBackward backward;
-RowNormBackwardSums backward_sums;
-RowNormBackwardDx backward_dx;
-RowNormBackwardOwn backward_own;
 RowNormForwardStaged forward_staged;
-RowNormBackwardStaged backward_staged;
 PointwiseLoop pointwise, pointwise_bwd;
 PointwiseColumns pointwise_bwd_columns;
 ReduceRows reduce_rows;
@@ -30,8 +25,7 @@ QuantizeRows quantize_rows;
 
 extern const Kernels kernels;
 // clang-format off
-const Kernels kernels{prepare, round_row, forward, forward_moments, forward_statistics, forward_stretches, backward, backward_sums, backward_dx,
-                      backward_own, forward_staged, backward_staged,
+const Kernels kernels{prepare, round_row, forward, forward_moments, forward_statistics, forward_stretches, forward_staged,
                       pointwise, pointwise_bwd, pointwise_bwd_columns,
                       reduce_rows, reduce_columns, add_rows, store_sums, softmax, softmax_bwd, rotary, rotary_bwd, quantize_rows};
 // clang-format on
