@@ -90,13 +90,12 @@ for _name, (_schema, _definition) in _REFERENCES.items():
     library.impl(_name, arguments.checked(overload(_name), _definition), "CompositeImplicitAutograd")
 
 
-# The machine epsilons of float32 and float64.
-_EPS = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
+_EPS_OF_FLOAT32, _EPS_OF_FLOAT64 = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
 
 
 def default_eps(input: Tensor) -> float:
     """rms_norm's `eps=None`: the compute type's machine epsilon."""
-    return _EPS[input.dtype == torch.float64]
+    return _EPS_OF_FLOAT64 if input.dtype == torch.float64 else _EPS_OF_FLOAT32
 
 
 def reference_call(name: str, *args: Any) -> Any:
