@@ -48,6 +48,6 @@ def _planned(cols: int, dtype: str, direction: str) -> list[str]:
         str(ceil_div(cols, plan.warps * plan.lanes * plan.vec) * plan.vec),
         str(plan.vec),
         used[1],
-        str(plan.slots or "–"),
+        str(plan.ring.slots or "–"),
         "–" if shared < 16 else "<1" if shared < 1024 else str(round(shared / 1024)),
     ]
