@@ -23,20 +23,18 @@ _layer_norm, _rms_norm, _staged, _pointwise = (
 Call = Callable[..., Any]
 
 
-def is_usual(x: Any) -> bool:
+def _is_usual(x: Any) -> bool:
     """Whether the operator itself may serve calls with `x`: nobody asked for a backend. Dynamo may not trace this."""
     return type(x) in PLAIN_TENSORS and not x.is_nested and state.backend is None
 
 
-def norm(
-    verb: Callable[..., Any], rms: bool, weight_offset: float, out_dtype: Any, rounding: str
-) -> Callable[..., Any]:
+def norm(verb: Call, rms: bool, weight_offset: float, out_dtype: Any, rounding: str) -> Call:
     """`verb`, a norm with these options, of an input, how many dimensions to normalise, weight, bias and eps."""
     if rounding != "once":
         after = _after(rms, weight_offset, out_dtype, rounding)
 
         def rounded(x: Tensor, num_dims: int, weight: Any, bias: Any, eps: float | None) -> Any:
-            if is_usual(x) and eps is not None:
+            if _is_usual(x) and eps is not None:
                 return _staged(x, None, num_dims, weight, bias, eps, *after)[0]
             return verb(x, x.shape[-num_dims:], weight=weight, bias=bias, eps=eps)
 
@@ -45,7 +43,7 @@ def norm(
     options = () if weight_offset == 0.0 and out_dtype is None else (weight_offset, out_dtype)
 
     def once(x: Tensor, num_dims: int, weight: Any, bias: Any, eps: float | None) -> Any:
-        if is_usual(x):
+        if _is_usual(x):
             return plain(x, num_dims, weight, bias, eps, *options)
         return verb(x, x.shape[-num_dims:], weight=weight, bias=bias, eps=eps)
 
@@ -57,7 +55,7 @@ def add_norm(verb: Call, rms: bool, weight_offset: float, out_dtype: Any, roundi
     after = _after(rms, weight_offset, out_dtype, rounding)
 
     def add(x: Tensor, residual: Tensor, num_dims: int, weight: Any, bias: Any, eps: float | None) -> Any:
-        if is_usual(x) and type(residual) in PLAIN_TENSORS and eps is not None:
+        if _is_usual(x) and type(residual) in PLAIN_TENSORS and eps is not None:
             return _staged(x, residual, num_dims, weight, bias, eps, *after)
         return verb(x, residual, x.shape[-num_dims:], weight=weight, bias=bias, eps=eps)
 
@@ -68,7 +66,7 @@ def gated_act(verb: Call, activation: str) -> Call:
     """`verb`, `kf.gated_act`, of a gate and a value of its shape."""
 
     def gated(gate: Tensor, value: Tensor) -> Any:
-        if is_usual(gate) and type(value) in PLAIN_TENSORS:
+        if _is_usual(gate) and type(value) in PLAIN_TENSORS:
             return _pointwise(gate, value, "gate", activation, 1.0, 0.0, None)
         return verb(gate, value, activation)
 

@@ -31,11 +31,6 @@ Library = TypeVar("Library")
 # Gradients of norms on a CPU take a third of a build.
 Part = Literal["operators", "gradients"]
 _WHOLE: tuple[Part, ...] = ("operators", "gradients")
-_WHAT = {
-    _WHOLE: "its C++ extension",
-    ("operators",): "its C++ extension",
-    ("gradients",): "its CPU kernels for gradients",
-}
 
 # For several PyTorch versions, compilers, processors or sources.
 _KEPT = 16
