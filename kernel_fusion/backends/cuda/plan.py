@@ -12,7 +12,7 @@ from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
 
 # Backward keeps these for all rows, in registers or shared memory.
 KeptParameters = Annotated[str, Names("KeptParameters", ("nothing", "weight", "both", "shared"))]
-# The place of column sums; "apart": a pass of their own; "stored": of one row, they are the gradients.
+# The place of column sums; "apart": a pass of their own, as codes may have; "stored": of one row, they are the gradients.
 KeptSums = Annotated[str, Names("KeptSums", ("none", "registers", "shared", "apart", "stored"))]
 
 SMALL_ROW_THREADS = 128  # of a block with several rows
@@ -71,7 +71,6 @@ class Plan:
     ring: Ring = Ring()
     shifted: bool = False  # store whole sectors (kernels/shifted_store.cuh)
     shares: int = 1  # warps of the tree that a warp executes
-    codes_apart: bool = False  # another kernel makes them of y
     rows_ahead: int = 0  # a block brings the row this far ahead to L2, in calls of few rows
 
     @property
@@ -104,7 +103,7 @@ class Plan:
     @property
     def splits(self) -> bool:
         """Whether dweight and dbias, or codes, have a pass of their own."""
-        return self.sums == "apart" or self.codes_apart
+        return self.sums == "apart"
 
     def order(self, spec: RowNormSpec) -> tuple[object, ...]:
         """The key of the order of sums; sums over rows also depend on how many blocks run."""
@@ -127,7 +126,8 @@ class Plan:
         row = "row in registers" if self.resident else "row read again"
         row = "rows through shared memory" if self.ring.slots or self.tiled else row
         sums = f", sums in {self.sums}" if self.sums in ("registers", "shared") else ""
-        split = f", {'codes' if self.codes_apart else 'weight gradients'} in a pass of their own" if self.splits else ""
+        later = "weight gradients" if self.kernel.startswith("row_norm_bwd") else "codes"
+        split = f", {later} in a pass of their own" if self.splits else ""
         helpers = ("", ", a warp combines sums", ", a warp combines sums, another copies rows")[self.ring.helpers]
         stores = ", y stored by whole sectors" if self.shifted else ""
         return f"{shape}{helpers}, {self.vec}-element vectors, {row}{stores}{sums}{split}"

@@ -51,7 +51,7 @@ def _with_codes(spec: RowNormSpec, plan: Plan) -> Plan:
     """The plan of y, whose kernel makes the codes too if one block has the row in registers."""
     whole = spec.codes.scales != "block" or has_whole_blocks(plan)
     if plan.kernel != "row_norm_fwd" or plan.cluster > 1 or not whole:
-        return replace(plan, codes_apart=True)
+        return replace(plan, sums="apart")
     # One warp with several warps' work saves instructions.
     held = ceil_div(spec.cols, 32 * plan.warps) * ITEMSIZE[spec.row]
     shares = next(n for n in (4, 2, 1) if n == 1 or (plan.warps % n == 0 and n * held <= _BYTES))
