@@ -5,6 +5,7 @@ Import defines them and builds nothing, so `torch.export.load` works in a fresh 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,15 +16,16 @@ from kernel_fusion.backends import eager
 from kernel_fusion.core import arguments, stages
 
 # A number of normalised dimensions instead of shapes: a new row count then needs no new trace.
-_NORM = "(Tensor input, int num_dims, Tensor? weight=None, Tensor? bias=None, {eps}, float weight_offset=0., "
-_AFFINE = "int num_dims, Tensor? weight, Tensor? bias, float eps, float weight_offset, ScalarType? out_dtype, bool rms"
+_PLAIN = "int num_dims, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, float weight_offset=0., "
+_PLAIN += "ScalarType? out_dtype=None"
+_AFFINE = re.sub("=[^,]*", "", _PLAIN) + ", bool rms"
 # See core/rotary.py.
 _ROTARY = "Tensor? query_weight, Tensor? key_weight, Tensor cos, Tensor sin, Tensor? positions, float? eps, "
 _ROTARY += "float weight_offset, bool interleaved, str rounding"
 _CHAIN = "Tensor? b, str combine, str activation, float scale, float dropout_p, Tensor? seed"
 VERBS = {
-    "layer_norm": _NORM.format(eps="float eps=1e-05") + "ScalarType? out_dtype=None) -> Tensor",
-    "rms_norm": _NORM.format(eps="float? eps=None") + "ScalarType? out_dtype=None) -> Tensor",
+    "layer_norm": f"(Tensor input, {_PLAIN}) -> Tensor",
+    "rms_norm": f"(Tensor input, {_PLAIN.replace('float eps=1e-05', 'float? eps=None')}) -> Tensor",
     # The result `residual` is h, or empty. `grouped`: weight, bias and residual_gate share leading dimensions, which
     # broadcast to the input's.
     "staged_row_norm": f"(Tensor input, Tensor? residual, {_AFFINE}, {stages.SCHEMA}) "

@@ -98,22 +98,18 @@ std::tuple<Tensor, Tensor, Tensor> quantized_gate(const Tensor& gate, const Tens
   return std::tuple_cat(results(std::move(to)), std::tuple(std::move(y)));
 }
 
-// The operator of the norms, whose last arguments are those of the stages.
-template <const Backend& backend, class> struct NormOperator;
-template <const Backend& backend, class... Stages> struct NormOperator<backend, Types<Stages...>> {
+template <const Backend& backend, auto make> struct NormOperator;
+template <const Backend& backend, class... Rest, ForwardCall (*make)(const Tensor&, const OptionalTensor&, Rest...)>
+struct NormOperator<backend, make> {
   static QuantizedNorm run(const Tensor& input, const OptionalTensor& residual, at::ScalarType dtype,
-                           const OptionalTensor& scale, int64_t block, bool keeps, int64_t num_dims,
-                           const OptionalTensor& weight, const OptionalTensor& bias, double eps, double weight_offset,
-                           OptionalDtype out_dtype, bool rms, Stages... stages) {
-    return quantized_row_norm<backend>(
-        staged_call(input, residual, num_dims, weight, bias, eps, weight_offset, out_dtype, rms, stages...),
-        {dtype, scale, block, keeps});
+                           const OptionalTensor& scale, int64_t block, bool keeps, Rest... rest) {
+    return quantized_row_norm<backend>(make(input, residual, rest...), {dtype, scale, block, keeps});
   }
 };
 
 template <const Backend& backend> void implement_quantized(torch::Library& m) {
   m.impl("quantize", quantize<backend>);
-  m.impl("quantized_row_norm", NormOperator<backend, StageArguments>::run);
+  m.impl("quantized_row_norm", NormOperator<backend, staged_call>::run);
   m.impl("quantized_gate", quantized_gate<backend>);
 }
 

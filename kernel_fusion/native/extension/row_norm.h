@@ -1,6 +1,5 @@
 // The row norms. A call is one object, filled once where an operator begins and passed on by reference; the plain norm is the
-// norm without stages. Only `plain_call`, `staged_call`, `forward_call` and `backward_call` list the operators' arguments and
-// types.
+// norm without stages. Only `norm_call`, `plain_call` and `backward_call` list the operators' arguments and types.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -129,34 +128,35 @@ template <class F> auto with_tensors(const BackwardCall& c, F&& f) {
 inline double resolve_eps(const Tensor&, double eps) { return eps; }
 double resolve_eps(const Tensor& input, std::optional<double> eps);
 
+inline ForwardCall norm_call(const Tensor& input, const OptionalTensor& residual, const Stages& stages, int64_t num_dims,
+                             const OptionalTensor& weight, const OptionalTensor& bias, double eps, double weight_offset,
+                             OptionalDtype out_dtype, bool rms) {
+  return {{stages.options, num_dims, weight_offset, rms}, stages.tensors, input, weight, bias, eps, out_dtype, residual};
+}
+
 // The call of layer_norm, whose eps is a double, or of rms_norm, whose eps is optional.
 template <class Eps>
 ForwardCall plain_call(const Tensor& input, int64_t num_dims, const OptionalTensor& weight, const OptionalTensor& bias, Eps eps,
                        double weight_offset, OptionalDtype out_dtype) {
-  return {
-      {{}, num_dims, weight_offset, !std::is_same_v<Eps, double>}, {}, input, weight, bias, resolve_eps(input, eps), out_dtype};
+  constexpr bool kRms = !std::is_same_v<Eps, double>;
+  return norm_call(input, kAbsent, {}, num_dims, weight, bias, resolve_eps(input, eps), weight_offset, out_dtype, kRms);
 }
 
-template <class> struct Calls;
-template <class... Stages> struct Calls<Types<Stages...>> {
-  static ForwardCall staged(const Tensor& input, const OptionalTensor& residual, int64_t num_dims, const OptionalTensor& weight,
-                            const OptionalTensor& bias, double eps, double weight_offset, OptionalDtype out_dtype, bool rms,
-                            Stages... stages) {
-    const auto [options, tensors] = stages_of(stages...);
-    return {{options, num_dims, weight_offset, rms}, tensors, input, weight, bias, eps, out_dtype, residual};
+// Each operator has the arguments of `norm_call`, those of the stages last.
+template <auto make, class> struct Calls;
+template <class... Rest, ForwardCall (*make)(const Tensor&, const OptionalTensor&, const Stages&, Rest...), class... Staged>
+struct Calls<make, Types<Staged...>> {
+  static ForwardCall staged(const Tensor& input, const OptionalTensor& residual, Rest... rest, Staged... stages) {
+    return make(input, residual, stages_of(stages...), rest...);
   }
-
-  // The residual comes after every norm's arguments.
-  static ForwardCall forward(const Tensor& input, int64_t num_dims, const OptionalTensor& weight, const OptionalTensor& bias,
-                             double eps, double weight_offset, OptionalDtype out_dtype, bool rms,
-                             const OptionalTensor& residual, Stages... stages) {
-    return staged(input, residual, num_dims, weight, bias, eps, weight_offset, out_dtype, rms, stages...);
+  static ForwardCall forward(const Tensor& input, Rest... rest, const OptionalTensor& residual, Staged... stages) {
+    return make(input, residual, stages_of(stages...), rest...);
   }
 
   static BackwardCall backward(const Tensor& dy, const Tensor& input, const Tensor& stats, int64_t num_dims,
                                const OptionalTensor& weight, OptionalDtype bias_dtype, double weight_offset, bool rms,
                                std::array<bool, 5> wants, OptionalDtype x_dtype, const OptionalTensor& dh,
-                               const OptionalTensor& x, const OptionalTensor& bias, bool has_residual, Stages... stages) {
+                               const OptionalTensor& x, const OptionalTensor& bias, bool has_residual, Staged... stages) {
     const auto [options, tensors] = stages_of(stages...);
     const auto dx_dtype = x_dtype.value_or(input.scalar_type());
     return {{options, num_dims, weight_offset, rms},
@@ -176,9 +176,9 @@ template <class... Stages> struct Calls<Types<Stages...>> {
 };
 
 // The calls of staged_row_norm and its definition, of row_norm_fwd, and of row_norm_bwd.
-inline constexpr auto staged_call = &Calls<StageArguments>::staged;
-inline constexpr auto forward_call = &Calls<StageArguments>::forward;
-inline constexpr auto backward_call = &Calls<StageArguments>::backward;
+inline constexpr auto staged_call = &Calls<norm_call, StageArguments>::staged;
+inline constexpr auto forward_call = &Calls<norm_call, StageArguments>::forward;
+inline constexpr auto backward_call = &Calls<norm_call, StageArguments>::backward;
 
 // f(the arguments that make this call); those of staged_row_norm.
 template <class F> auto with_arguments(const ForwardCall& c, F&& f) {
