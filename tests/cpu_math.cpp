@@ -85,34 +85,6 @@ void measure_rough_gelu() {
   std::printf("gelu_to_bf16 %g\ngelu_is_rough %d\n", most, !std::is_same_v<RoughMath, Math<float>>);
 }
 
-// An activation whose slope has two values, which a bit cannot tell: both 0 and 1 lie between the kinks.
-struct clamp {
-  template <class M> static constexpr KF_INLINE typename M::V slope(typename M::V x) {
-    return M::where_gt(M::of(-1), x, M::of(0), M::where_gt(x, M::of(1), M::of(0), M::of(1)));
-  }
-};
-
-}  // namespace
-
-template <> inline constexpr bool kf::act::kTwoSlopes<clamp> = true;
-static_assert(!kf::act::bits_tell_slopes<clamp>());
-
-namespace {
-
-// Prints how many slopes are not those that their bits give back, of an activation whose slopes are kept as bits.
-template <class F> void decode_bits(const char* name) {
-  using kf::act::Constants;
-  if constexpr (kf::act::kTwoSlopes<F>) {
-    int wrong = 0;
-    for (const double x : {double{-INFINITY}, -2.0, -1.0, -0.5, -0.0, 0.0, 0.5, 1.0, 2.0, double{INFINITY}, double{NAN}}) {
-      const double slope = F::template slope<Constants>(x);
-      const bool bit = slope == F::template slope<Constants>(1);
-      wrong += F::template slope<Constants>(bit) != slope;
-    }
-    std::printf("bits_of_%s %d\n", name, wrong);
-  }
-}
-
 }  // namespace
 
 int main() {
@@ -129,6 +101,4 @@ int main() {
   };
   measure("erf_and_power", -INFINITY, INFINITY, erf_and_power, [](double x) { return std::erf(x); });
   measure_rough_gelu();
-#define KF_DECODE(name) decode_bits<kf::act::name>(#name);
-  KF_ACTIVATIONS(KF_DECODE)
 }

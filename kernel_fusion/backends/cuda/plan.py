@@ -12,7 +12,7 @@ from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
 
 # Backward keeps these for all rows, in registers or shared memory.
 KeptParameters = Annotated[str, Names("KeptParameters", ("nothing", "weight", "both", "shared"))]
-# The place of column sums; "apart": a pass of their own, as codes may have; "stored": of one row, they are the gradients.
+# The place of column sums; "apart": a pass of their own, as of codes; "stored": of one row, they are the gradients.
 KeptSums = Annotated[str, Names("KeptSums", ("none", "registers", "shared", "apart", "stored"))]
 
 SMALL_ROW_THREADS = 128  # of a block with several rows

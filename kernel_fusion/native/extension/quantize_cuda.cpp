@@ -1,7 +1,7 @@
 // Quantised results on CUDA: arguments -> key -> launch. A norm's own kernel makes its codes where it can (row_norm_cuda.cpp).
 #include "backends.h"
 #include "cuda/codes.h"
-#include "shared/quantize_args.h"
+#include "shared/row_norm_args.h"
 
 namespace kf {
 

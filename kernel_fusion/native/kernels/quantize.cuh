@@ -6,7 +6,7 @@
 #include "dependent_launch.cuh"
 #include "pointwise_chain.cuh"
 #include "rows.cuh"
-#include "shared/quantize_args.h"
+#include "shared/row_norm_args.h"
 
 namespace kf {
 

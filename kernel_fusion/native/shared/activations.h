@@ -1,12 +1,10 @@
-// Value and slope of activations, for all value types and kinds of device.
-//
-// M is a policy of functions on a value type M::V: a scalar in CUDA (native/kernels/math.cuh), a SIMD vector on CPUs
+// Value and slope of activations by a policy M on M::V, a scalar (native/kernels/math.cuh) or a SIMD vector
 // (native/extension/cpu/math.h). Besides + - * it has
 //
 //   of(c)                                    a constant
 //   exp, expm1, log1p, tanh, sqrt, reciprocal
-//   erf(x, power)                            and power = e^(-x^2); or
-//   normal_cdf(x, power)                     (1 + erf(x / sqrt(2))) / 2 and power = e^(-x^2 / 2)
+//   erf(x, power)                            power = e^(-x^2); or
+//   normal_cdf(x, power)                     (1 + erf(x / sqrt(2))) / 2, power = e^(-x^2 / 2)
 //   erf(x) or normal_cdf(x)                  if faster without the power
 //   where_gt(a, b, yes, no)                  a > b ? yes : no; no if a or b is NaN
 //   where_ge, where_eq                       likewise
@@ -19,58 +17,25 @@
 
 namespace kf::act {
 
+#define KF_ACTIVATION(name, value_at_x, slope_at_x)                                                                  \
+  struct name {                                                                                                      \
+    template <class M> static KF_INLINE typename M::V value(typename M::V x) { return value_at_x; }                  \
+    template <class M> static KF_INLINE typename M::V slope([[maybe_unused]] typename M::V x) { return slope_at_x; } \
+  }
+
 template <class M> KF_INLINE typename M::V sigmoid_of(typename M::V x) {
   return M::reciprocal(M::of(1) + M::exp(M::of(0) - x));
 }
 
-struct identity {
-  template <class M> static KF_INLINE typename M::V value(typename M::V x) { return x; }
-  template <class M> static KF_INLINE typename M::V slope(typename M::V) { return M::of(1); }
-};
-
-// The slope of |x|.
-struct sign {
-  template <class M> static KF_INLINE typename M::V value(typename M::V x) {
-    return M::where_gt(x, M::of(0), M::of(1), M::where_gt(M::of(0), x, M::of(-1), M::of(0)));  // NaN: 0, as in PyTorch
-  }
-  template <class M> static KF_INLINE typename M::V slope(typename M::V) { return M::of(0); }
-};
-
-// tanh's slope at its value x, 1 - x^2
-struct from_tanh {
-  template <class M> static KF_INLINE typename M::V value(typename M::V x) { return x - x * x * x * M::of(1.0 / 3); }
-  template <class M> static KF_INLINE typename M::V slope(typename M::V x) { return M::of(1) - x * x; }
-};
-
-// sigmoid's slope at its value x, x (1 - x)
-struct from_sigmoid {
-  template <class M> static KF_INLINE typename M::V value(typename M::V x) { return x * x * (M::of(0.5) - x * M::of(1.0 / 3)); }
-  template <class M> static KF_INLINE typename M::V slope(typename M::V x) { return x * (M::of(1) - x); }
-};
-
-struct relu {
-  template <class M> static KF_INLINE typename M::V value(typename M::V x) { return M::where_ge(M::of(0), x, M::of(0), x); }
-  template <class M> static constexpr KF_INLINE typename M::V slope(typename M::V x) {
-    return M::where_ge(M::of(0), x, M::of(0), M::of(1));
-  }
-};
-
-struct relu_squared {
-  template <class M> static KF_INLINE typename M::V value(typename M::V x) {
-    const auto r = relu::value<M>(x);
-    return r * r;
-  }
-  template <class M> static KF_INLINE typename M::V slope(typename M::V x) { return M::of(2) * relu::value<M>(x); }
-};
-
-struct leaky_relu {
-  template <class M> static KF_INLINE typename M::V value(typename M::V x) {
-    return M::where_gt(x, M::of(0), x, M::of(0.01) * x);
-  }
-  template <class M> static constexpr KF_INLINE typename M::V slope(typename M::V x) {
-    return M::where_gt(x, M::of(0), M::of(1), M::of(0.01));
-  }
-};
+KF_ACTIVATION(identity, x, M::of(1));
+// The slope of |x|; NaN: 0, as in PyTorch
+KF_ACTIVATION(sign, M::where_gt(x, M::of(0), M::of(1), M::where_gt(M::of(0), x, M::of(-1), M::of(0))), M::of(0));
+// The slopes of tanh and sigmoid at their value x.
+KF_ACTIVATION(from_tanh, x - x * x * x * M::of(1.0 / 3), M::of(1) - x * x);
+KF_ACTIVATION(from_sigmoid, x * x * (M::of(0.5) - x * M::of(1.0 / 3)), x * (M::of(1) - x));
+KF_ACTIVATION(relu, M::where_ge(M::of(0), x, M::of(0), x), M::where_ge(M::of(0), x, M::of(0), M::of(1)));
+KF_ACTIVATION(relu_squared, relu::value<M>(x) * relu::value<M>(x), M::of(2) * relu::value<M>(x));
+KF_ACTIVATION(leaky_relu, M::where_gt(x, M::of(0), x, M::of(0.01) * x), M::where_gt(x, M::of(0), M::of(1), M::of(0.01)));
 
 // x Phi(x), with Phi(x) = (1 + erf(x / sqrt(2))) / 2
 struct gelu {
@@ -93,7 +58,7 @@ struct gelu {
   }
 };
 
-// x (1 + tanh(u)) / 2 = x sigmoid(2 u), without cancellation; u = sqrt(2 / pi) (x + 0.044715 x^3)
+// x (1 + tanh(u)) / 2 = x sigmoid(2 u); u = sqrt(2 / pi) (x + 0.044715 x^3)
 struct gelu_tanh {
   static constexpr double kTwice = 1.59576912160573071176, kCube = 0.044715;  // 2 sqrt(2 / pi)
   template <class M> static KF_INLINE typename M::V twice_u(typename M::V x) {
@@ -107,21 +72,15 @@ struct gelu_tanh {
   }
 };
 
-struct quick_gelu {
-  template <class M> static KF_INLINE typename M::V value(typename M::V x) { return x * sigmoid_of<M>(M::of(1.702) * x); }
-  template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
-    const auto s = sigmoid_of<M>(M::of(1.702) * x);
-    return s + M::of(1.702) * x * s * (M::of(1) - s);
-  }
-};
+template <class M> KF_INLINE typename M::V quick_gelu_slope(typename M::V x, typename M::V sigmoid) {
+  return sigmoid + M::of(1.702) * x * sigmoid * (M::of(1) - sigmoid);
+}
+KF_ACTIVATION(quick_gelu, x * sigmoid_of<M>(M::of(1.702) * x), quick_gelu_slope<M>(x, sigmoid_of<M>(M::of(1.702) * x)));
 
-struct silu {
-  template <class M> static KF_INLINE typename M::V value(typename M::V x) { return x * sigmoid_of<M>(x); }
-  template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
-    const auto s = sigmoid_of<M>(x);
-    return s * (M::of(1) + x * (M::of(1) - s));
-  }
-};
+template <class M> KF_INLINE typename M::V silu_slope(typename M::V x, typename M::V sigmoid) {
+  return sigmoid * (M::of(1) + x * (M::of(1) - sigmoid));
+}
+KF_ACTIVATION(silu, x * sigmoid_of<M>(x), silu_slope<M>(x, sigmoid_of<M>(x)));
 
 struct tanh {
   template <class M> static KF_INLINE typename M::V value(typename M::V x) { return M::tanh(x); }
@@ -131,15 +90,9 @@ struct tanh {
   }
 };
 
-struct sigmoid {
-  template <class M> static KF_INLINE typename M::V value(typename M::V x) { return sigmoid_of<M>(x); }
-  template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
-    const auto s = sigmoid_of<M>(x);
-    return s * (M::of(1) - s);
-  }
-};
+KF_ACTIVATION(sigmoid, sigmoid_of<M>(x), from_sigmoid::slope<M>(sigmoid_of<M>(x)));
 
-// x tanh(log(1 + e^x)): with n = e^x (e^x + 2) the tanh is n / (n + 2), from x = 20 on 1
+// x tanh(log(1 + e^x)): with n = e^x (e^x + 2) the tanh is n / (n + 2), 1 from 20 on
 struct mish {
   template <class M> static KF_INLINE typename M::V n_of(typename M::V x) {
     const auto e = M::exp(M::where_gt(x, M::of(20), M::of(20), x));
@@ -149,7 +102,7 @@ struct mish {
     const auto n = n_of<M>(x);
     return x * (n * M::reciprocal(n + M::of(2)));
   }
-  // 1 - tanh^2 is 4 (n + 1) / (n + 2)^2, and from 20 on the slope 1; x - x makes infinities NaN, as in PyTorch.
+  // 1 - tanh^2 is 4 (n + 1) / (n + 2)^2; x - x makes infinities NaN.
   template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
     const auto n = n_of<M>(x), r = M::reciprocal(n + M::of(2));
     const auto below = n * r + x * sigmoid_of<M>(x) * (((n + M::of(1)) * r) * (M::of(4) * r));
@@ -157,31 +110,12 @@ struct mish {
   }
 };
 
-struct softplus {
-  template <class M> static KF_INLINE typename M::V value(typename M::V x) {
-    return M::where_gt(x, M::of(20), x, M::log1p(M::exp(x)));
-  }
-  template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
-    return M::where_gt(x, M::of(20), M::of(1), sigmoid_of<M>(x));
-  }
-};
-
-struct hardswish {
-  template <class M> static KF_INLINE typename M::V value(typename M::V x) {
-    const auto ramp = M::where_gt(M::of(-3), x, M::of(0), M::where_gt(x, M::of(3), M::of(6), x + M::of(3)));
-    return x * ramp * M::of(1.0 / 6);
-  }
-  template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
-    return M::where_ge(M::of(-3), x, M::of(0), M::where_ge(x, M::of(3), M::of(1), x * M::of(1.0 / 3) + M::of(0.5)));
-  }
-};
-
-struct elu {
-  template <class M> static KF_INLINE typename M::V value(typename M::V x) { return M::where_gt(x, M::of(0), x, M::expm1(x)); }
-  template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
-    return M::where_gt(x, M::of(0), M::of(1), M::exp(x));
-  }
-};
+KF_ACTIVATION(softplus, M::where_gt(x, M::of(20), x, M::log1p(M::exp(x))),
+              M::where_gt(x, M::of(20), M::of(1), sigmoid_of<M>(x)));
+KF_ACTIVATION(hardswish,
+              x * M::where_gt(M::of(-3), x, M::of(0), M::where_gt(x, M::of(3), M::of(6), x + M::of(3))) * M::of(1.0 / 6),
+              M::where_ge(M::of(-3), x, M::of(0), M::where_ge(x, M::of(3), M::of(1), M::of(0.5) + x * M::of(1.0 / 3))));
+KF_ACTIVATION(elu, M::where_gt(x, M::of(0), x, M::expm1(x)), M::where_gt(x, M::of(0), M::of(1), M::exp(x)));
 
 // (x + s) / 2 with s = sqrt(x^2 + 4), without cancellation: max(x, 0) + 2 / (s + |x|). From 2^30 on s is |x|.
 struct squareplus {
@@ -192,41 +126,23 @@ struct squareplus {
   template <class M> static KF_INLINE typename M::V value(typename M::V x) {
     return relu::value<M>(x) + M::reciprocal(M::of(0.5) * root<M>(x) + M::of(0.5) * size<M>(x));
   }
-  // Quarters keep the reciprocal normal; x - x makes infinities NaN.
+  // Quarters keep the reciprocal normal.
   template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
     return M::of(0.25) * value<M>(x) * M::reciprocal(M::of(0.25) * root<M>(x)) + (x - x);
   }
 };
 
-// PyTorch's backward selects: a slope of 0 gives 0, whatever dy.
+// A slope of 0 gives 0, whatever dy, as in PyTorch.
 template <class F> inline constexpr bool kSelects = false;
 template <> inline constexpr bool kSelects<sign> = true;
 template <> inline constexpr bool kSelects<relu> = true;
 template <> inline constexpr bool kSelects<relu_squared> = true;
 template <> inline constexpr bool kSelects<hardswish> = true;
 
-// The slope has two values, so a bit tells which; it is constexpr.
+// The slopes at 0 and 1 are all, so a bit tells which.
 template <class F> inline constexpr bool kTwoSlopes = false;
 template <> inline constexpr bool kTwoSlopes<relu> = true;
 template <> inline constexpr bool kTwoSlopes<leaky_relu> = true;
-
-// For the compiler's numbers.
-struct Constants {
-  using V = double;
-  static constexpr KF_INLINE V of(double c) { return c; }
-  static constexpr KF_INLINE V where_gt(V a, V b, V yes, V no) { return a > b ? yes : no; }
-  static constexpr KF_INLINE V where_ge(V a, V b, V yes, V no) { return a >= b ? yes : no; }
-  static constexpr KF_INLINE V where_eq(V a, V b, V yes, V no) { return a == b ? yes : no; }
-};
-
-// A bit, as backward's argument 0 or 1, gives its slope.
-template <class F> constexpr KF_INLINE bool bits_tell_slopes() {
-  if constexpr (kTwoSlopes<F>) return F::template slope<Constants>(0) != F::template slope<Constants>(1);
-  else return true;
-}
-#define KF_CHECK_SLOPES(name) static_assert(bits_tell_slopes<name>(), "of equal slopes at 0 and 1 a bit does not tell: " #name);
-KF_ACTIVATIONS(KF_CHECK_SLOPES)
-#undef KF_CHECK_SLOPES
 
 // The gradient at x, from g at F(x).
 template <class F, class M> KF_INLINE typename M::V times_slope(typename M::V g, typename M::V x) {

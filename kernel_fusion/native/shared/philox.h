@@ -1,4 +1,4 @@
-// Dropout's random bits: Philox4x32 with 7 rounds, as in backends/eager/dropout.py.
+// Dropout's random bits: Philox4x32-7, as in backends/eager/dropout.py.
 #pragma once
 
 #include "shared/inline.h"
@@ -23,7 +23,7 @@ struct WideProduct {
   }
 };
 
-// The rounds on a block's words, or on vectors. multiply(word, constant) has twice the width.
+// The rounds; multiply(word, constant) has twice the width.
 template <class Word, class Multiply> KF_INLINE void philox(Word (&word)[4], Multiply multiply) {
   for (unsigned round = 0; round < 7; ++round) {
     const unsigned key[2] = {round * 0x9E3779B9u, round * 0xBB67AE85u};  // of key 0: constants

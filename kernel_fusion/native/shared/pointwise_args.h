@@ -22,21 +22,20 @@ KF_INLINE unsigned divide(unsigned n, const FastDivisor& by) {
   return (static_cast<unsigned>(static_cast<unsigned long long>(n) * by.multiplier >> 32) + n) >> by.shift;
 }
 
-// y = dropout(scale * f(a, b)), or its gradients. Element i is at the sum of coordinate times stride, innermost first,
-// or at i.
+// y = dropout(scale * f(a, b)), or its gradients. Strides are in elements, innermost first.
 struct PointwiseArgs {
   static constexpr int kDims = 16;
-  void* data[kOperands];  // y or da; db, or written bits; dy; a, or bits; b
+  void* data[kOperands];  // y or da; db or written bits; dy; a or bits; b
   long long size;
   long long position;  // of offset 0, for dropout
   const void* seed;
   double scale;
-  unsigned dropout_last;              // the last random bits that drop
-  FastDivisor dim[kDims];             // sizes
-  unsigned stride[kDims][kOperands];  // in elements
+  unsigned dropout_last;   // the last random bits that drop
+  FastDivisor dim[kDims];  // sizes
+  unsigned stride[kDims][kOperands];
 };
 
-// The gradients for a row b: dy, a (or bits) and da are contiguous; a block row writes a partial row of db.
+// With a row b: dy, a (or bits) and da are contiguous; a block row writes a partial row of db.
 struct PointwiseColumnsArgs {
   const void* dy;
   const void* a;
@@ -44,7 +43,7 @@ struct PointwiseColumnsArgs {
   void* da;
   void* partials;
   long long rows, cols;
-  long long pitch;  // of partial rows, in elements
+  long long pitch;  // of partial rows
   const void* seed;
   double scale;
   unsigned dropout_last;

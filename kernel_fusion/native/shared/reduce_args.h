@@ -11,7 +11,7 @@ struct ReduceArgs {
   void* out;
   long long outer, reduced, inner;
   long long outer_stride, reduced_stride, inner_stride;
-  long long chunks;  // along r: of `chunk` elements for rows, of blocks in turn for columns
+  long long chunks;  // rows': `chunk` elements; columns': blocks in turn
   long long chunk;
   double divisor;
 };

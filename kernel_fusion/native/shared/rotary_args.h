@@ -11,7 +11,7 @@ struct RotaryHeads {
   long long y_stride[3];
 };
 
-// Query and key, perhaps of no heads. cos and sin lie alike: examples, then tokens or positions.
+// Query and key. cos and sin lie alike: examples, then tokens or positions.
 struct RotaryArgs {
   RotaryHeads of[2];
   unsigned heads[2];

@@ -1,4 +1,4 @@
-// Arguments of row norms, which backends/cuda/python_launch.py reads too.
+// Arguments of row norms and codes, for backends/cuda/python_launch.py, too.
 #pragma once
 
 namespace kf {
@@ -28,9 +28,8 @@ struct CodeArgs {
   long long rows;
 };
 
-// h = residual + gate * dropout(pre_activation(x)), y = activation((h - mean) * rstd * (weight_offset + weight) +
-// bias). Null: absent. The second group is for stages. A row's gate takes the residual's place: h = x * act(gate), not
-// stored, or y times act(gate).
+// The norm of extension/row_norm.h. Null: absent. The second group is for stages. A row's gate takes the residual's
+// place: h = x * act(gate), not stored, or y times act(gate).
 struct RowNormFwdArgs {
   const void* x;
   const void* weight;
@@ -72,7 +71,7 @@ struct RowNormBwdArgs {
 
   const void* bias;
   const void* dh;     // h's gradient, contiguous
-  const void* pre_x;  // a row's gate; or x, with residual and pre-activation or gate
+  const void* pre_x;  // a row's gate, or x
   void* dresidual;    // or the gate's gradient
   const void* seed;
   RowLayout pre_x_rows;
@@ -90,6 +89,17 @@ struct SumPartialsArgs {
   long long num_partials;
   long long pitch;
   long long cols;
+};
+
+// Codes of v = activation(x) * other, or of x; v too, unless null.
+struct QuantizeArgs {
+  const void* x;
+  const void* other;
+  void* v;  // contiguous
+  long long rows;
+  RowLayout x_rows;
+  RowLayout other_rows;
+  CodeArgs codes;
 };
 
 }  // namespace kf

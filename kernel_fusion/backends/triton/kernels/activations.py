@@ -1,6 +1,6 @@
 """Value and slope (derivative) of activations, chosen by name at compile time.
 
-Names and order are those of core/activations.py. NaN, infinities and slopes at kinks are as in PyTorch. Comparisons
+Names are those of core/activations.py. NaN, infinities and slopes at kinks are as in PyTorch. Comparisons
 with NaN are false, so NaN takes the last branch. Constants that float32 cannot hold exactly appear only next to a
 value, whose type they take.
 """
@@ -11,28 +11,6 @@ import triton
 import triton.language as tl
 
 from kernel_fusion.backends.triton.kernels.elementary import exp, expm1, log1p, tanh
-
-# In the order of their codes.
-NAMES = (
-    "identity",
-    "sign",
-    "from_tanh",
-    "from_sigmoid",
-    "relu",
-    "relu_squared",
-    "leaky_relu",
-    "gelu",
-    "gelu_tanh",
-    "quick_gelu",
-    "silu",
-    "tanh",
-    "sigmoid",
-    "mish",
-    "softplus",
-    "hardswish",
-    "elu",
-    "squareplus",
-)
 
 
 @triton.jit
@@ -114,9 +92,10 @@ def value(x, NAME: tl.constexpr):
         y = x * tl.where(x < -3.0, 0.0, tl.where(x > 3.0, 6.0, x + 3.0)) / 6.0
     elif NAME == "elu":
         y = tl.where(x > 0.0, x, expm1(x))
-    else:
-        tl.static_assert(NAME == "squareplus")
+    elif NAME == "squareplus":
         y = _squareplus(x)
+    else:
+        tl.static_assert(False, "no such activation")
     return y
 
 
@@ -168,9 +147,10 @@ def slope(x, NAME: tl.constexpr):
         d = tl.where(x <= -3.0, 0.0, tl.where(x >= 3.0, 1.0, x / 3.0 + 0.5))
     elif NAME == "elu":
         d = tl.where(x > 0.0, 1.0, exp(x))
-    else:
-        tl.static_assert(NAME == "squareplus")
+    elif NAME == "squareplus":
         d = _squareplus(x) / _squareplus_root(x) + (x - x)  # NaN at infinities, as in the definition
+    else:
+        tl.static_assert(False, "no such activation")
     return d.to(x.dtype)
 
 
