@@ -6,7 +6,7 @@ They are written from the mathematics, not from another implementation, with PyT
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -79,6 +79,15 @@ def _mish_slope(x: Array) -> Array:
     return np.asarray(t + x * (1 - t**2) * _sigmoid(x))
 
 
+def _elu(scale: Any, alpha: Any) -> Activation:
+    def at(x: Array, above: Array, below: Array) -> Array:
+        return np.asarray(scale * np.where(x > 0, above, alpha * below))
+
+    return Activation(
+        lambda x: at(x, x, np.expm1(np.minimum(x, 0))), lambda x: at(x, np.ones_like(x), np.exp(np.minimum(x, 0)))
+    )
+
+
 _QUICK = np.longdouble("1.702")
 ACTIVATIONS: dict[str, Activation] = {
     IDENTITY: Activation(lambda x: x, np.ones_like),
@@ -97,7 +106,7 @@ ACTIVATIONS: dict[str, Activation] = {
         lambda x: x * np.clip(x + 3, 0, 6) / 6,
         lambda x: np.where(x <= -3, 0 * _ONE, np.where(x >= 3, _ONE, x / 3 + _ONE / 2)),
     ),
-    "elu": Activation(lambda x: np.where(x > 0, x, np.expm1(np.minimum(x, 0))), lambda x: np.exp(np.minimum(x, 0))),
+    "elu": _elu(_ONE, _ONE),
     "squareplus": Activation(_squareplus, lambda x: _squareplus(x) / _squareplus_root(x)),
 }
 
