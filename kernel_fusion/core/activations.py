@@ -36,6 +36,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "hardswish": F.hardswish,
     "elu": F.elu,
     "squareplus": _squareplus,
+    "selu": F.selu,
 }
 
 # "sign" is the slope of |x|. The last two are slopes of tanh and sigmoid at their result, all that backward then needs.

@@ -108,6 +108,7 @@ ACTIVATIONS: dict[str, Activation] = {
     ),
     "elu": _elu(_ONE, _ONE),
     "squareplus": Activation(_squareplus, lambda x: _squareplus(x) / _squareplus_root(x)),
+    "selu": _elu(np.longdouble("1.0507009873554804934193"), np.longdouble("1.6732632423543772848170")),
 }
 
 

@@ -132,6 +132,9 @@ struct squareplus {
   }
 };
 
+KF_ACTIVATION(selu, M::where_gt(x, M::of(0), M::of(1.0507009873554805) * x, M::of(1.7580993408473769) * M::expm1(x)),
+              M::where_gt(x, M::of(0), M::of(1.0507009873554805), M::of(1.7580993408473769) * M::exp(x)));
+
 // A slope of 0 gives 0, whatever dy, as in PyTorch.
 template <class F> inline constexpr bool kSelects = false;
 template <> inline constexpr bool kSelects<sign> = true;

@@ -4,7 +4,7 @@
 
 #define KF_ACTIVATIONS(X) \
   X(identity) X(sign) X(from_tanh) X(from_sigmoid) X(relu) X(relu_squared) X(leaky_relu) X(gelu) X(gelu_tanh) \
-  X(quick_gelu) X(silu) X(tanh) X(sigmoid) X(mish) X(softplus) X(hardswish) X(elu) X(squareplus)
+  X(quick_gelu) X(silu) X(tanh) X(sigmoid) X(mish) X(softplus) X(hardswish) X(elu) X(squareplus) X(selu)
 
 #define KF_COMBINES(X) \
   X(first) X(add) X(mul) X(gate)

@@ -94,6 +94,8 @@ def value(x, NAME: tl.constexpr):
         y = tl.where(x > 0.0, x, expm1(x))
     elif NAME == "squareplus":
         y = _squareplus(x)
+    elif NAME == "selu":
+        y = tl.where(x > 0.0, 1.0507009873554805 * x, 1.7580993408473769 * expm1(x))
     else:
         tl.static_assert(False, "no such activation")
     return y
@@ -149,6 +151,8 @@ def slope(x, NAME: tl.constexpr):
         d = tl.where(x > 0.0, 1.0, exp(x))
     elif NAME == "squareplus":
         d = _squareplus(x) / _squareplus_root(x) + (x - x)  # NaN at infinities, as in the definition
+    elif NAME == "selu":
+        d = tl.where(x > 0.0, tl.full(x.shape, 1.0507009873554805, x.dtype), 1.7580993408473769 * exp(x))
     else:
         tl.static_assert(False, "no such activation")
     return d.to(x.dtype)
