@@ -192,7 +192,7 @@ def test_grids_that_keep_together(verb: str, rows: int, cols: int) -> None:
 def test_dependent_calls_without_synchronisation(verb: str, cols: int) -> None:
     """Calls that wait for each other on the device alone, on two streams, have the bits of calls that the host awaits.
 
-    A kernel may be launched while the one before it runs, and then waits inside (kernels/dependent_launch.cuh).
+    A kernel may be launched while the one before it runs, and then waits inside (kernels/vectors.cuh).
     """
     sets = [inputs(2**22 // cols, cols) for _ in range(2)]
     expected = [_chain(verb, tensors, torch.cuda.synchronize) for tensors in sets]

@@ -1,4 +1,4 @@
-"""No CUDA kernel touches global memory before it has waited for the kernel before it (kernels/dependent_launch.cuh).
+"""No CUDA kernel touches global memory before it has waited for the kernel before it (kernels/vectors.cuh).
 
 On a GPU a wait that is missing shows now and then, and in no single test for sure; in the code it can be read.
 """

@@ -28,7 +28,7 @@ class Device:
 
     @property
     def has_dependent_launch(self) -> bool:
-        """Whether a kernel can start while the last one runs (kernels/dependent_launch.cuh)."""
+        """Whether a kernel can start while the last one runs (kernels/vectors.cuh)."""
         return self.arch >= 90
 
     @property

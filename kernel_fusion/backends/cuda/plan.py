@@ -69,7 +69,7 @@ class Plan:
     unkept: int = 0  # last vectors whose weight is not kept in shared memory
     sums: KeptSums = "none"
     ring: Ring = Ring()
-    shifted: bool = False  # store whole sectors (kernels/shifted_store.cuh)
+    shifted: bool = False  # store whole sectors (kernels/rows.cuh)
     shares: int = 1  # warps of the tree that a warp executes
     rows_ahead: int = 0  # a block brings the row this far ahead to L2, in calls of few rows
 

@@ -2,7 +2,6 @@
 // per element if backward needs no more (Chain::bits), in y's order.
 #pragma once
 
-#include "dependent_launch.cuh"
 #include "operands.cuh"
 #include "pointwise_chain.cuh"
 

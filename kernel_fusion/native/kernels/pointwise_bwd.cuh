@@ -3,7 +3,6 @@
 // is these bits and there is no b.
 #pragma once
 
-#include "dependent_launch.cuh"
 #include "operands.cuh"
 #include "pointwise_chain.cuh"
 

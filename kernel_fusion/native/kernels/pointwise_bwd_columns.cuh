@@ -4,7 +4,6 @@
 // gridDim.y, ...
 #pragma once
 
-#include "dependent_launch.cuh"
 #include "pointwise_chain.cuh"
 #include "shared/pointwise_args.h"
 #include "sums.cuh"

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "codes.cuh"
-#include "dependent_launch.cuh"
 #include "pointwise_chain.cuh"
 #include "rows.cuh"
 #include "shared/row_norm_args.h"

@@ -3,7 +3,6 @@
 // tile t of in[o].
 #pragma once
 
-#include "dependent_launch.cuh"
 #include "shared/reduce_args.h"
 #include "sums.cuh"
 

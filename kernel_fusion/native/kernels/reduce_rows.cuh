@@ -8,7 +8,6 @@
 // Several chunks, or two coordinates of rows, are compiled in: divisions would take many registers.
 #pragma once
 
-#include "dependent_launch.cuh"
 #include "shared/reduce_args.h"
 #include "sums.cuh"
 #include "tree.cuh"

@@ -7,7 +7,6 @@
 // are those of few heads, so it finds its angles in L1. Bytes per element: x in, y out. kBackward turns dy the other way.
 #pragma once
 
-#include "dependent_launch.cuh"
 #include "shared/rotary_args.h"
 #include "vectors.cuh"
 

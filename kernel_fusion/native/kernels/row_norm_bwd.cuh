@@ -20,8 +20,7 @@
 // barrier per row is enough.
 #pragma once
 
-#include "dependent_launch.cuh"
-#include "kept_columns.cuh"
+#include "gradients.cuh"
 
 namespace kf {
 

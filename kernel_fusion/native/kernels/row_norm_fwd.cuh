@@ -9,11 +9,10 @@
 
 #include "async_copy.cuh"
 #include "codes.cuh"
-#include "dependent_launch.cuh"
 #include "moments.cuh"
-#include "shifted_store.cuh"
+#include "rows.cuh"
 #include "stages.cuh"
-#include "stretches.cuh"
+#include "tree.cuh"
 
 namespace kf {
 

@@ -8,7 +8,6 @@
 // NaN, because backward recognises them by that. NaN makes s NaN, so only such rows look for left out elements.
 #pragma once
 
-#include "dependent_launch.cuh"
 #include "shared/reduce_args.h"
 #include "softmax_rows.cuh"
 

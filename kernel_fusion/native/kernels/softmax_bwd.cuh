@@ -3,7 +3,6 @@
 // registers are read twice.
 #pragma once
 
-#include "dependent_launch.cuh"
 #include "shared/reduce_args.h"
 #include "softmax_rows.cuh"
 

@@ -4,7 +4,6 @@
 // d + kDepth, ..., then shuffles add a warp's and shared memory the block's. blockIdx.y chooses one of two sums.
 #pragma once
 
-#include "dependent_launch.cuh"
 #include "shared/row_norm_args.h"
 #include "vectors.cuh"
 
