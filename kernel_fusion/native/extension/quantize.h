@@ -31,4 +31,8 @@ using QuantizedGateKernel = void(const Tensor& gate, const Tensor& value, int32_
                                  Tensor& y, Quantized& to);
 QuantizedGateKernel quantized_gate_cpu, quantized_gate_cuda;
 
+// On CUDA: key and arguments of kernels that make codes, for rows of `cols` columns. One block is a row.
+struct Codes codes_of(const Quantize& quantize, int64_t cols);
+CodeArgs code_args(const Quantize& quantize, int64_t rows, Quantized& to);
+
 }  // namespace kf

@@ -1,6 +1,6 @@
 // Quantised results on CUDA: arguments -> key -> launch. A norm's own kernel makes its codes where it can (row_norm_cuda.cpp).
 #include "backends.h"
-#include "cuda/codes.h"
+#include "cuda/launcher.h"
 #include "shared/row_norm_args.h"
 
 namespace kf {

@@ -2,7 +2,6 @@
 #include <ATen/ops/empty.h>
 
 #include "backends.h"
-#include "cuda/codes.h"
 #include "cuda/sum_partials.h"
 
 namespace kf {

@@ -1,7 +1,7 @@
 // Column sums in two steps: the blocks of a kernel write partial rows, and another kernel adds them in a fixed order.
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 
 #include <bit>
 
@@ -24,7 +24,9 @@ struct PartialRows {
   int64_t count, cols, pitch;
   at::Tensor tensor;  // [sums][count][pitch]
 
-  PartialRows(const at::Tensor& like, int64_t count, int64_t cols, int64_t sums = 2);
+  PartialRows(const at::Tensor& like, int64_t count, int64_t cols, int64_t sums = 2)
+      : count(count), cols(cols), pitch(ceil_div(cols, kPartialCols) * kPartialCols),
+        tensor(at::empty({sums, count, pitch}, like.options().dtype(acc_dtype(like)))) {}
   char* data(int which) const {
     return static_cast<char*>(tensor.data_ptr()) + which * count * pitch * static_cast<int64_t>(tensor.element_size());
   }
@@ -32,7 +34,18 @@ struct PartialRows {
 
 // Adds the partial rows from sum `from` on into each sum that is not null, both at once. `any`: by a kernel for any number of
 // columns, where that depends on the number of rows.
-void sum_partials(const PartialRows& partials, at::Tensor* first, at::Tensor* second, driver::Stream stream, bool any = false,
-                  int from = 0);
+inline void sum_partials(const PartialRows& partials, at::Tensor* first, at::Tensor* second, driver::Stream stream,
+                         bool any = false, int from = 0) {
+  const auto type = [](const at::Tensor* t) { return t ? cpu_dtype(t->scalar_type()) : Dtype::kAbsent; };
+  const SumPartialsSpec spec{any ? 0 : static_cast<int>(partials.cols), cpu_dtype(partials.tensor.scalar_type()), type(first),
+                             type(second)};
+  const auto& kernel = find_kernel({partials.tensor.device(), spec, Access{}}, stream);
+  const SumPartialsArgs args{{partials.data(from), second ? partials.data(from + 1) : nullptr},
+                             {first ? first->data_ptr() : nullptr, second ? second->data_ptr() : nullptr},
+                             partials.count,
+                             partials.pitch,
+                             partials.cols};
+  launch(kernel, kernel.grid(partials.cols), 2, stream, &args);
+}
 
 }  // namespace kf
