@@ -103,7 +103,7 @@ def test_memory_is_shared(kind: str, values: Any) -> None:
         return x[1:]
 
     array = KINDS[kind](values[0])
-    result = interop.with_tensors("verb", verb, array)
+    result = interop.served(verb, array)
     assert seen[0].data_ptr() == values[0].ctypes.data
     given_back = result if kind == "numpy" else result.numpy()
     assert given_back.ctypes.data == values[0][1:].ctypes.data

@@ -57,14 +57,7 @@ def softmax(
         True
     """
     if not interop.is_tensor(input):
-        if interop.records(input):
-            options = {"scale": scale, "mask": mask, "causal": causal, "backend": backend}
-            return interop.recorded(softmax, input, dim, **options)  # type: ignore[no-any-return]
-
-        def with_tensors(x: Tensor, m: Tensor | None) -> Tensor:
-            return softmax(x, dim, scale=scale, mask=m, causal=causal, backend=backend)
-
-        return interop.with_tensors("softmax", with_tensors, input, mask)  # type: ignore[no-any-return]
+        return interop.served(softmax, input, dim, scale=scale, mask=mask, causal=causal, backend=backend)  # type: ignore[no-any-return]
     if input.dim() == 0:
         return softmax(input[None], dim, scale=scale, mask=mask, backend=backend)[0]
     checks.dimension("softmax", "dim", dim)
@@ -132,14 +125,8 @@ def attention_scores(
         True
     """
     if not interop.is_tensor(query):
-        if interop.records(query):
-            options = {"mask": mask, "causal": causal, "normalize": normalize, "backend": backend}
-            return interop.recorded(attention_scores, query, key, scale, **options)  # type: ignore[no-any-return]
-
-        def with_tensors(q: Tensor, k: Tensor, m: Tensor | None) -> Tensor:
-            return attention_scores(q, k, scale, mask=m, causal=causal, normalize=normalize, backend=backend)
-
-        return interop.with_tensors("attention_scores", with_tensors, query, key, mask)  # type: ignore[no-any-return]
+        options = {"mask": mask, "causal": causal, "normalize": normalize, "backend": backend}
+        return interop.served(attention_scores, query, key, scale, **options)  # type: ignore[no-any-return]
     checks.matrices("attention_scores", query=query, key=key)
     if mask is not None:
         checks.mask("attention_scores", mask)

@@ -136,13 +136,9 @@ def _gated(verb: str, input: Tensor, gate: Tensor, norm: Norm, gating: _Gating, 
     checks.flag(verb, "gate_first", first)
     name = checks.activation(verb, "gate_activation", activation)
     if not interop.is_tensor(input):
-        if interop.records(input):
-            return _recorded(verb, input, gate, norm, gating, backend)  # type: ignore[no-any-return]
-
-        def with_tensors(x: Tensor, g: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
-            return _gated(verb, x, g, (normalized_shape, w, b, *norm[3:]), gating, backend)
-
-        return interop.with_tensors(verb, with_tensors, input, gate, weight, bias)  # type: ignore[no-any-return]
+        options: dict[str, Any] = {"bias": bias, "eps": norm[3], "weight_offset": weight_offset, "out_dtype": norm[5]}
+        options |= {"gate_activation": activation, "gate_first": first, "group_size": group_size, "rounding": rounding}
+        return interop.served(globals()[verb], input, gate, normalized_shape, weight, backend=backend, **options)  # type: ignore[no-any-return]
     if gate is None:
         raise TypeError(f"`{verb}`: `gate` must be a tensor, got None; without one the verb is `{verb[6:]}`")
     try:
@@ -169,12 +165,3 @@ def _gated(verb: str, input: Tensor, gate: Tensor, norm: Norm, gating: _Gating, 
     except checks.REFUSALS as error:
         explain_norm(verb, error, {"input": input, "gate": gate}, norm, group_size=group_size)
         raise
-
-
-def _recorded(verb: str, input: Tensor, gate: Tensor, norm: Norm, gating: _Gating, backend: str | None) -> Any:
-    """A call of the verb, recorded by its input."""
-    normalized_shape, weight, bias, eps, weight_offset, out_dtype = norm
-    activation, first, group_size, rounding = gating
-    options: dict[str, Any] = {"eps": eps, "bias": bias, "weight_offset": weight_offset, "out_dtype": out_dtype}
-    options |= {"gate_activation": activation, "gate_first": first, "group_size": group_size, "rounding": rounding}
-    return interop.recorded(globals()[verb], input, gate, normalized_shape, weight, backend=backend, **options)

@@ -34,30 +34,25 @@ def records(value: object) -> bool:
     return hasattr(type(value), "__torch_function__")
 
 
-def recorded(verb: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """The call `verb(*args, **options)`, recorded by the first of `args`, without the options that are defaults."""
-    parameters = inspect.signature(verb).parameters
-    options = {name: value for name, value in options.items() if value is not parameters[name].default}
-    return torch.overrides.handle_torch_function(verb, args, *args, **options)
+def served(verb: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """The call `verb(*args, **options)`, whose first argument is no tensor.
 
-
-def with_tensors(name: str, verb: Callable[..., Any], *arrays: Any) -> Any:
-    """`verb` of the arrays as tensors that share their memory; the result as an array of the first one's kind.
-
-    Args:
-        name: what the user called, for error messages.
-        verb: gets a tensor for each array, and whatever else stands among them as it is.
-        arrays: the first decides the kind of the result.
+    A proxy records it, without the options that are defaults. If it is an array, `verb` gets tensors that share the
+    arrays' memory, and the result is an array of its kind.
 
     Raises:
-        TypeError: the first argument is neither a tensor nor an array that can be exchanged by DLPack both ways.
+        TypeError: the first argument is neither, or an array that cannot be exchanged by DLPack both ways.
     """
-    give_back = _converter(name, arrays[0])
-    result = verb(*(as_tensor(array) for array in arrays))
+    if records(args[0]):
+        parameters = inspect.signature(verb).parameters
+        options = {name: value for name, value in options.items() if value is not parameters[name].default}
+        return torch.overrides.handle_torch_function(verb, args, *args, **options)
+    give_back = _converter(verb.__name__, args[0])
+    result = verb(*map(as_tensor, args), **{name: as_tensor(value) for name, value in options.items()})
     if isinstance(result, Tensor):
         return give_back(result.detach())
     if any(isinstance(part, Quantized) for part in (result, *result)):
-        raise TypeError(f"`{name}`: quantised results need tensors, got a {type(arrays[0]).__name__}")
+        raise TypeError(f"`{verb.__name__}`: quantised results need tensors, got a {type(args[0]).__name__}")
     given = [give_back(tensor.detach()) for tensor in result]
     return type(result)(*given) if hasattr(result, "_fields") else tuple(given)
 

@@ -7,6 +7,7 @@ bring both into a shape whose groups of rows the operator knows, and to multiply
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -228,13 +229,14 @@ def _modulated(
     normalized_shape, weight, bias, *rest = norm
     pre, post = checks.activation(verb, "pre_activation", stages[0]), checks.activation(verb, "activation", stages[1])
     if not interop.is_tensor(input):
-        if interop.records(input):
-            return _recorded(verb, input, residual, norm, modulation, stages, backend)
-
-        def with_tensors(x: Tensor, r: Tensor | None, w: Any, b: Any, s: Any, t: Any, g: Any) -> NormOutput:
-            return _modulated(verb, x, r, (normalized_shape, w, b, *rest), (s, t, g), stages, backend)
-
-        return interop.with_tensors(verb, with_tensors, input, residual, weight, bias, *modulation)  # type: ignore[no-any-return]
+        options: dict[str, Any] = {"shift": modulation[1], "weight": weight, "bias": bias, "backend": backend}
+        options |= dict(zip(("eps", "weight_offset", "out_dtype"), rest, strict=True))
+        options |= {"pre_activation": stages[0], "activation": stages[1]}
+        served = partial(interop.served, globals()[verb], input)
+        if verb.startswith("add_"):
+            options |= {"gate": modulation[2], "dropout_p": stages[2]}
+            return served(residual, normalized_shape, modulation[0], **options)  # type: ignore[no-any-return]
+        return NormOutput(served(normalized_shape, modulation[0], **options), input)
     scale, shift, gate = modulation
     dtype, quantize = quantized.apart(norm[5])
     for name, tensor in {"scale": scale, "residual": residual}.items():
@@ -314,24 +316,3 @@ def as_norm(verb: str, arguments: dict[str, Any]) -> dict[str, Any]:
     if grouped and (known := groups.groups_of(input.shape, weight.shape, len(shape))) is not None:
         found["groups"] = known.count
     return found
-
-
-def _recorded(
-    verb: str,
-    input: Any,
-    residual: Any,
-    norm: Norm,
-    modulation: _Modulation,
-    stages: _Stages,
-    backend: str | None,
-) -> NormOutput:
-    """A call of the verb, recorded by its input."""
-    normalized_shape, weight, bias, eps, weight_offset, out_dtype = norm
-    scale, shift, gate = modulation
-    options: dict[str, Any] = {"shift": shift, "weight": weight, "bias": bias, "eps": eps}
-    options |= {"weight_offset": weight_offset, "out_dtype": out_dtype, "backend": backend}
-    options |= {"pre_activation": stages[0], "activation": stages[1]}
-    if verb.startswith("add_"):
-        options |= {"gate": gate, "dropout_p": stages[2]}
-        return interop.recorded(globals()[verb], input, residual, normalized_shape, scale, **options)  # type: ignore[no-any-return]
-    return NormOutput(interop.recorded(globals()[verb], input, normalized_shape, scale, **options), input)

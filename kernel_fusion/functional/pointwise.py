@@ -184,13 +184,11 @@ def _chain(
     if b is None and combine != "first":
         checks.given(verb, _OPERANDS[verb][1], b)
     if not interop.is_tensor(a):
-        if interop.records(a):
-            return _recorded(verb, a, b, activation, p, backend, out_dtype)  # type: ignore[no-any-return]
-
-        def with_tensors(x: Tensor, y: Tensor | None) -> Tensor:
-            return _chain(verb, x, y, combine, name, p, backend, out_dtype)
-
-        return interop.with_tensors(verb, with_tensors, a, b)  # type: ignore[no-any-return]
+        if verb == "act_dropout":
+            return interop.served(act_dropout, a, activation, p, backend=backend)  # type: ignore[no-any-return]
+        options: dict[str, Any] = {"dropout_p": p} if verb == "bias_act" else {}
+        options |= {"out_dtype": out_dtype} if verb == "gated_act" else {}
+        return interop.served(globals()[verb], a, b, activation, backend=backend, **options)  # type: ignore[no-any-return]
     if name == IDENTITY and b is None and p == 0.0:
         return a.clone()
     seed = eager.draw_seed(a.device) if p > 0.0 else None
@@ -203,20 +201,3 @@ def _chain(
         checks.explain(verb, error, dict(zip(_OPERANDS[verb], (a, b), strict=True)), broadcast=True)
         raise
     return result
-
-
-def _recorded(
-    verb: str,
-    a: Tensor,
-    b: Tensor | None,
-    activation: str | None,
-    p: float,
-    backend: str | None,
-    out_dtype: Quantize | None,
-) -> Any:
-    """A call of the verb, recorded by its first operand."""
-    if verb == "act_dropout":
-        return interop.recorded(act_dropout, a, activation, p, backend=backend)
-    options: dict[str, Any] = {"dropout_p": p} if verb == "bias_act" else {}
-    options |= {"out_dtype": out_dtype} if verb == "gated_act" else {}
-    return interop.recorded(globals()[verb], a, b, activation, backend=backend, **options)

@@ -77,14 +77,8 @@ def _reduce(
     verb: str, input: Tensor, dim: _Dims, keepdim: bool, dtype: torch.dtype | None, backend: str | None
 ) -> Tensor:
     if not interop.is_tensor(input):
-        if interop.records(input):
-            options = {"keepdim": keepdim, "dtype": dtype, "backend": backend}
-            return interop.recorded(globals()[verb], input, dim, **options)  # type: ignore[no-any-return]
-
-        def with_tensors(x: Tensor) -> Tensor:
-            return _reduce(verb, x, dim, keepdim, dtype, backend)
-
-        return interop.with_tensors(verb, with_tensors, input)  # type: ignore[no-any-return]
+        options = {"keepdim": keepdim, "dtype": dtype, "backend": backend}
+        return interop.served(globals()[verb], input, dim, **options)  # type: ignore[no-any-return]
     try:
         dims = [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
         result: Tensor = operator(verb, "reduce", backend, input)(input, dims, keepdim, verb, dtype)

@@ -66,17 +66,10 @@ def rope(
         >>> torch.allclose(y.norm(dim=-1), x.norm(dim=-1), atol=1e-5)
         True
     """
+    options: dict[str, Any] = {"interleaved": interleaved, "unsqueeze_dim": unsqueeze_dim, "backend": backend}
     if not interop.is_tensor(input):
-        options: dict[str, Any] = {"interleaved": interleaved, "unsqueeze_dim": unsqueeze_dim, "backend": backend}
-        if interop.records(input):
-            return interop.recorded(rope, input, cos, sin, positions=positions, **options)  # type: ignore[no-any-return]
-
-        def with_tensors(x: Tensor, c: Tensor, s: Tensor, p: Tensor | None) -> Tensor:
-            return rope(x, c, s, positions=p, **options)
-
-        return interop.with_tensors("rope", with_tensors, input, cos, sin, positions)  # type: ignore[no-any-return]
+        return interop.served(rope, input, cos, sin, positions=positions, **options)  # type: ignore[no-any-return]
     _check_tensors("rope", {"cos": cos, "sin": sin}, positions)
-    options = {"interleaved": interleaved, "unsqueeze_dim": unsqueeze_dim, "backend": backend}
     return rotate([input], cos, sin, positions, **options)[0]
 
 
@@ -157,13 +150,7 @@ def qk_norm_rope(
         options: dict[str, Any] = {"interleaved": interleaved, "unsqueeze_dim": unsqueeze_dim, "backend": backend}
         options |= {"weight_offset": weight_offset, "rounding": rounding}
         given = query, key, query_weight, key_weight, cos, sin
-        if interop.records(query):
-            return interop.recorded(qk_norm_rope, *given, eps, positions=positions, **options)  # type: ignore[no-any-return]
-
-        def with_tensors(q: Tensor, k: Tensor, a: Tensor, b: Tensor, c: Tensor, s: Tensor, p: Tensor) -> Any:
-            return qk_norm_rope(q, k, a, b, c, s, eps, positions=p, **options)
-
-        return interop.with_tensors("qk_norm_rope", with_tensors, *given, positions)  # type: ignore[no-any-return]
+        return interop.served(qk_norm_rope, *given, eps, positions=positions, **options)  # type: ignore[no-any-return]
     _check_tensors("qk_norm_rope", {"key": key, "cos": cos, "sin": sin}, positions)
     checks.rounding("qk_norm_rope", rounding)
     q, k = (_tokens_first("qk_norm_rope", n, x, unsqueeze_dim) for n, x in (("query", query), ("key", key)))

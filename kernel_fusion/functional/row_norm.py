@@ -197,15 +197,9 @@ def _unusual(verb: str, input: Tensor, norm: Norm, backend: str | None) -> Tenso
     if not num_normalized_dims(input, shape):
         check_backend_name(backend)
         if not interop.is_tensor(input):
-            if interop.records(input):
-                return _recorded(verb, (input,), norm, (None, None, 0.0, "once"), backend, None)  # type: ignore[no-any-return]
-            if not hasattr(input, "__dlpack__"):
+            if not interop.records(input) and not hasattr(input, "__dlpack__"):
                 raise TypeError(f"{verb}(): argument 'input' (position 1) must be Tensor, not {type(input).__name__}")
-
-            def with_tensors(x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
-                return _unusual(verb, x, (shape, w, b, eps, weight_offset, out_dtype), backend)
-
-            return interop.with_tensors(verb, with_tensors, input, weight, bias)  # type: ignore[no-any-return]
+            return _served(verb, (input,), norm, (None, None, 0.0, "once"), backend, None)  # type: ignore[no-any-return]
         ours = is_dtensor(input) or has_rows_of(input, len(shape))
         if (is_foreign(input) and not ours) or not ends_with(input, shape):
             rms = verb == "rms_norm"
@@ -323,15 +317,9 @@ def _staged(
     pre = checks.activation(verb, "pre_activation", pre_activation)
     post = checks.activation(verb, "activation", activation)
     if not interop.is_tensor(input):
-        if interop.records(input):
-            rows = (input, residual) if verb.startswith("add_") else (input,)
-            found = _recorded(verb, rows, norm, stages, backend, group)
-            return found if len(rows) == 2 else NormOutput(found, input)
-
-        def with_tensors(x: Tensor, r: Tensor | None, w: Tensor | None, b: Tensor | None) -> NormOutput:
-            return _staged(verb, x, r, (normalized_shape, w, b, *norm[3:]), stages, backend, group)
-
-        return interop.with_tensors(verb, with_tensors, input, residual, weight, bias)  # type: ignore[no-any-return]
+        rows = (input, residual) if verb.startswith("add_") else (input,)
+        found = _served(verb, rows, norm, stages, backend, group)
+        return found if len(rows) == 2 else NormOutput(found, input)
     if residual is None and verb.startswith("add_"):
         raise TypeError(f"`{verb}`: `residual` must be a tensor, got None; without one the verb is `{verb[4:]}`")
     try:
@@ -362,10 +350,10 @@ def _staged(
         raise
 
 
-def _recorded(verb: str, rows: tuple[Any, ...], norm: Norm, stages: _Stages, backend: str | None, group: Any) -> Any:
-    """A call of the verb, recorded by the first of `rows`."""
+def _served(verb: str, rows: tuple[Any, ...], norm: Norm, stages: _Stages, backend: str | None, group: Any) -> Any:
+    """A call of the verb, whose input is no tensor."""
     names = "bias", "eps", "weight_offset", "out_dtype", "pre_activation", "activation", "dropout_p", "rounding"
     options = dict(zip(names, (*norm[2:], *stages), strict=True)) | {"backend": backend, "group": group}
     if not verb.startswith("add_"):
         del options["dropout_p"]
-    return interop.recorded(globals()[verb], *rows, *norm[:2], **options)
+    return interop.served(globals()[verb], *rows, *norm[:2], **options)
