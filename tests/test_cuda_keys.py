@@ -163,7 +163,7 @@ def test_arguments_lie_as_the_compiler_has_them(tmp_path: Path) -> None:
     """Sizes and offsets of the structs that the Python launcher fills."""
     structs = {name: each for name, each in python_launch.args_structs().items() if hasattr(each, "_fields_")}
     own = {"RowNormFwdArgs", "RowNormBwdArgs", "SumPartialsArgs"}
-    assert set(structs) == own | {"RowLayout", "RowGroups", "CodeArgs"}
+    assert set(structs) == own | {"RowLayout", "RowGroups", "CodeArgs", "QuantizeArgs"}
 
     def layout() -> Iterator[tuple[str, int]]:
         for name, struct in structs.items():
