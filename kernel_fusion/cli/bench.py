@@ -21,23 +21,7 @@ from kernel_fusion.bench.suite import Suite
 from kernel_fusion.bench.suites import SUITES, VERBS
 from kernel_fusion.bench.timing import FULL, QUICK, Setup
 from kernel_fusion.bench.workloads import DIRECTIONS, Direction
-from kernel_fusion.cli.common import (
-    INTERRUPTED,
-    console,
-    names,
-    new_folder,
-    parse_dtype,
-    parse_dtypes,
-    parse_numbers,
-    parse_shape,
-    progress_bar,
-    resolve_backend,
-    resolve_device,
-    show,
-    shown_dtype,
-    split,
-    writable,
-)
+from kernel_fusion.cli import common
 from kernel_fusion.config import BACKENDS
 from kernel_fusion.operators import loader
 from kernel_fusion.operators.dispatch import unavailable_reason
@@ -71,35 +55,35 @@ def bench(
     output_dir: Annotated[Path | None, typer.Option(help="Default: a new folder in kernel-fusion-results.")] = None,
 ) -> None:
     """Measure our kernels beside PyTorch, its peers and the floor, after checking that results are right."""
-    out = console()
+    out = common.console()
     if list_suites:
         _list(out)
         raise typer.Exit
     if not suites:
         raise typer.BadParameter("name one or more suites, or ask for --list", param_hint="SUITE...")
-    chosen = [SUITES[name] for name in names(",".join(suites), SUITES, "suite")]
-    devices = [resolve_device(name) for name in dict.fromkeys(split(device) if device else [None])]
+    chosen = [SUITES[name] for name in common.names(",".join(suites), SUITES, "suite")]
+    devices = [common.resolve_device(name) for name in dict.fromkeys(common.split(device) if device else [None])]
     selection = _Selection(
         quick=quick,
         devices=devices,
-        backends=split(backends) if backends else [],
-        dtypes=parse_dtypes(dtypes) if dtypes else None,
-        verbs=names(verbs, VERBS, "verb") if verbs else None,
-        directions=names(directions, DIRECTIONS, "direction") if directions else None,
-        weights=parse_dtype(weights, "--weights") if weights else None,
-        shapes=[parse_shape(text) for text in shape or []],
+        backends=common.split(backends) if backends else [],
+        dtypes=common.parse_dtypes(dtypes) if dtypes else None,
+        verbs=common.names(verbs, VERBS, "verb") if verbs else None,
+        directions=common.names(directions, DIRECTIONS, "direction") if directions else None,
+        weights=common.parse_dtype(weights, "--weights") if weights else None,
+        shapes=[common.parse_shape(text) for text in shape or []],
         peers=_parse_peers(peers),
-        threads=parse_numbers(threads, "--threads") if threads else None,
+        threads=common.parse_numbers(threads, "--threads") if threads else None,
     )
     _check(chosen, selection)
-    folder = writable(output_dir) if output_dir else new_folder(machine.device_slug(*devices))
+    folder = common.writable(output_dir) if output_dir else common.new_folder(machine.device_slug(*devices))
     _warn(devices, out)
     raise typer.Exit(_measure_all(chosen, selection, folder, out))
 
 
 def _list(out: Console) -> None:
     rows = tuple((suite.name, suite.about or suite.title) for suite in SUITES.values())
-    show(tables.Table("Suites", ("name", "what it measures"), rows), out, of_numbers=False)
+    common.show(tables.Table("Suites", ("name", "what it measures"), rows), out, of_numbers=False)
 
 
 def _warn(devices: Sequence[torch.device], out: Console) -> None:
@@ -145,7 +129,7 @@ def _check(suites: Sequence[Suite], selection: _Selection) -> None:
             prepare(wanted.peers if selection.peers is None else selection.peers)
     for name in selection.backends:
         if not any(name in BACKENDS and not unavailable_reason(name, device) for device in selection.devices):
-            resolve_backend(name, selection.devices[0])  # says why it runs nowhere
+            common.resolve_backend(name, selection.devices[0])  # says why it runs nowhere
 
 
 def _check_selection(suite: Suite, selection: _Selection) -> None:
@@ -168,7 +152,7 @@ def _contenders(suite: Suite, selection: _Selection) -> tuple[dict[torch.device,
         absent |= {name: f"absent: {reason}" for name, reason in reasons.items() if reason}
         running: list[str | None] = [name for name, reason in reasons.items() if not reason]
         # Resolving a backend builds the extension, so that no measurement includes the build.
-        ours = [providers.ours(resolve_backend(name, device)) for name in running or [None]]
+        ours = [providers.ours(common.resolve_backend(name, device)) for name in running or [None]]
         contenders[device] = [providers.pytorch(), *ours]
     present = {provider.name for several in contenders.values() for provider in several}
     return contenders, {OURS + name: why for name, why in absent.items() if OURS + name not in present}
@@ -180,7 +164,7 @@ def _measure_all(suites: Sequence[Suite], selection: _Selection, folder: Path, o
     for suite in suites:
         result = _measure(suite, selection, folder, out)
         if result.interrupted:
-            return INTERRUPTED
+            return common.INTERRUPTED
         if {failure.provider for failure in result.failures} - set(PEERS):
             exit_code = 1
     return exit_code
@@ -194,7 +178,7 @@ def _measure(suite: Suite, selection: _Selection, folder: Path, out: Console) ->
     setups, states = _setups(suite, selection, contenders)
     for name, state in (absent | states).items():
         out.print(f"{name}: {state}")
-    with progress_bar() as progress:
+    with common.progress_bar() as progress:
         task = progress.add_task(suite.name, total=None)
         result, paths = run_suite(
             suite,
@@ -245,10 +229,10 @@ def _command(suite: Suite, selection: _Selection, setups: Sequence[Setup], peers
     options: dict[str, Sequence[str]] = {
         "--device": [str(device) for device in devices],
         "--threads": [str(setup.threads) for setup in setups if setup.threads],
-        "--dtypes": [shown_dtype(dtype) for dtype in dtypes],
+        "--dtypes": [common.shown_dtype(dtype) for dtype in dtypes],
         "--verbs": [] if len(verbs) == len(suite.verbs) > len(NORMS) else verbs,
         "--directions": setups[0].directions if suite.kind == "kernels" else [],
-        "--weights": [shown_dtype(selection.weights)] if selection.weights else [],
+        "--weights": [common.shown_dtype(selection.weights)] if selection.weights else [],
         "--backends": [backend for backend in backends if backend],
         "--peers": peers or (["none"] if suite.peers else []),
     }
@@ -263,7 +247,7 @@ def _command(suite: Suite, selection: _Selection, setups: Sequence[Setup], peers
 def _show(result: Results, paths: Sequence[Path], out: Console) -> None:
     """Print the short tables, the failures, the files and, last, the summary."""
     for data in tables.short_tables(result):
-        show(data, out)
+        common.show(data, out)
     for failure in result.failures:
         out.print(f"NOT MEASURED: {failure}", style="red")
     if result.interrupted:
@@ -280,4 +264,4 @@ def _parse_peers(text: str | None) -> list[str] | None:
     """The named peers; None if the suite decides."""
     if text is None:
         return None
-    return list(PEERS) if text == "all" else [] if text == "none" else names(text, PEERS, "peer")
+    return list(PEERS) if text == "all" else [] if text == "none" else common.names(text, PEERS, "peer")

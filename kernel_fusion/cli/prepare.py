@@ -14,16 +14,7 @@ from rich.table import Table
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
 from kernel_fusion.backends.cuda.planner import compile_ahead, compiled
 from kernel_fusion.backends.cuda.rehearsal import rehearsal
-from kernel_fusion.cli.common import (
-    CACHES,
-    cache_facts,
-    console,
-    dtype_names,
-    parse_dtypes,
-    parse_numbers,
-    progress_console,
-    writable,
-)
+from kernel_fusion.cli import common
 from kernel_fusion.cli.model_calls import calls_of
 from kernel_fusion.core.cache import CUBINS, EXTENSIONS
 from kernel_fusion.errors import BuildError
@@ -52,14 +43,14 @@ def warmup(
     ] = False,
 ) -> None:
     """Build the extension that this machine needs, and compile CUDA kernels ahead of use, with or without a GPU."""
-    out = console()
+    out = common.console()
     if hidden is None and model is None:
         return _warmup_without_kernels(arch, any_cpu, out)
-    target, bar = _target(arch), progress_console()
-    sizes = parse_numbers(hidden, "--hidden") if hidden is not None else []
-    names = dtype_names(dtypes or "bf16,fp16,fp32")
+    target, bar = _target(arch), common.progress_console()
+    sizes = common.parse_numbers(hidden, "--hidden") if hidden is not None else []
+    names = common.dtype_names(dtypes or "bf16,fp16,fp32")
     _prepare_extension(any_cpu, out)
-    calls = calls_of(model, parse_dtypes(dtypes or "bf16")) if model is not None else []
+    calls = calls_of(model, common.parse_dtypes(dtypes or "bf16")) if model is not None else []
     text = f"kernels for sm_{target.arch}"
     count = sum(compile_ahead([cols], names, target) for cols in track(sizes, text, console=bar, disable=not sizes))
     with rehearsal(loader.library(), target) as met:
@@ -120,15 +111,15 @@ def cache(
 ) -> None:
     """Show where compiled kernels and the extension are kept, and how much they take."""
     if export is not None:
-        _export(writable(export), console())
+        _export(common.writable(export), common.console())
         return
     if clear:
-        for kind in CACHES:
+        for kind in common.CACHES:
             kind.clear()
     table = Table("kind", "holds", "size", "folder")
-    for kind in CACHES:
-        table.add_row(kind.kind, *cache_facts(kind))
-    console().print(table)
+    for kind in common.CACHES:
+        table.add_row(kind.kind, *common.cache_facts(kind))
+    common.console().print(table)
 
 
 def _export(folder: Path, out: Console) -> None:

@@ -21,20 +21,7 @@ from kernel_fusion.bench.providers import Provider
 from kernel_fusion.bench.suites import ALL_BACKENDS
 from kernel_fusion.bench.trace import Trace
 from kernel_fusion.bench.workloads import Workload
-from kernel_fusion.cli.common import (
-    INTERRUPTED,
-    console,
-    new_folder,
-    parse_dtype,
-    parse_shape,
-    progress_console,
-    resolve_backend,
-    resolve_device,
-    show,
-    shown_dtype,
-    split,
-    writable,
-)
+from kernel_fusion.cli import common
 from kernel_fusion.operators.dispatch import unavailable_reason
 
 
@@ -54,24 +41,24 @@ def profile(
     ] = None,
 ) -> None:
     """Trace PyTorch and our kernels, forward and backward, for chrome://tracing or ui.perfetto.dev."""
-    target = resolve_device(device)
-    chosen = parse_dtype(dtype, "--dtype") if dtype else torch.float32 if target.type == "cpu" else torch.bfloat16
+    target = common.resolve_device(device)
+    chosen = common.parse_dtype(dtype or ("fp32" if target.type == "cpu" else "bf16"), "--dtype")
     try:
-        workload = case_workload(case, parse_shape(shape), chosen)
+        workload = case_workload(case, common.parse_shape(shape), chosen)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    out, traces, exit_code = console(), list[Trace](), 0
-    mine = [providers.ours(name) for name in _backends(split(backends) if backends else [], target, out)]
+    out, traces, exit_code = common.console(), list[Trace](), 0
+    mine = [providers.ours(name) for name in _backends(common.split(backends) if backends else [], target, out)]
     if no_trace:
         for provider in mine:
             trace.make_calls(provider, workload, target)
             out.print(f"{provider.name}: made the calls of {workload}")
         return
-    folder = writable(output_dir) if output_dir else new_folder("profile")
+    folder = common.writable(output_dir) if output_dir else common.new_folder("profile")
     command = _command(case, shape, chosen, target, mine)
     about = results.describe([target], shlex.join(["kernel-fusion", *command]), trace.METHOD, {})
     try:
-        for provider in track([providers.pytorch(), *mine], "traces", console=progress_console()):
+        for provider in track([providers.pytorch(), *mine], "traces", console=common.progress_console()):
             try:
                 traces.append(trace.record(provider, workload, target, folder))
             except Exception as error:  # any failure counts against this contender only
@@ -79,7 +66,7 @@ def profile(
                 exit_code = 1
     except KeyboardInterrupt:
         out.print("Interrupted: this is what was traced until then.")
-        exit_code = INTERRUPTED
+        exit_code = common.INTERRUPTED
     _write_and_show(traces, workload, summary.heading(f"Profile of {case}", about), folder, out)
     if target.type == "cuda":
         out.print(f"The counters of the hardware{'' if shutil.which('ncu') else ', once `ncu` is on PATH'}:")
@@ -93,18 +80,18 @@ def profile(
 def _backends(named: list[str], device: torch.device, out: Console) -> list[str]:
     """The named backends, or all that can run with kernels for the device, or else the device's own."""
     if named:
-        return [resolve_backend(name, device) for name in named]
+        return [common.resolve_backend(name, device) for name in named]
     reasons = {name: unavailable_reason(name, device) for name in ALL_BACKENDS.get(device.type, ())}
     for name, reason in reasons.items():
         if reason:
             out.print(f"{name}: absent: {reason}")
-    return [name for name, reason in reasons.items() if not reason] or [resolve_backend(None, device)]
+    return [name for name, reason in reasons.items() if not reason] or [common.resolve_backend(None, device)]
 
 
 def _command(case: str, shape: str, dtype: torch.dtype, device: torch.device, ours: list[Provider]) -> list[str]:
     """The arguments that repeat the trace, with every default written out."""
     backends = ",".join(str(provider.backend) for provider in ours)
-    options = {"--shape": shape, "--dtype": shown_dtype(dtype), "--device": str(device), "--backends": backends}
+    options = {"--shape": shape, "--dtype": common.shown_dtype(dtype), "--device": str(device), "--backends": backends}
     return ["profile", case, *(word for option in options.items() for word in option)]
 
 
@@ -112,7 +99,7 @@ def _write_and_show(traces: list[Trace], workload: Workload, heading: list[str],
     """Print a summary of each trace, and write all of them beside the traces."""
     summaries = [trace.summary(one, workload) for one in traces]
     for one, table in zip(traces, summaries, strict=True):
-        show(table, out)
+        common.show(table, out)
         out.print(f"wrote {one.path}", soft_wrap=True)
     if summaries:
         path = folder / "profile.md"
