@@ -22,21 +22,10 @@ from torch import nn
 
 from kernel_fusion.hf import layers
 from kernel_fusion.hf.folder import write_folder
+from kernel_fusion.hf.layers import LAYERS
 
 __all__ = ["LAYERS", "Layer", "kernelize", "layers", "mapping", "register", "write_folder"]
 
-# The names under which models look up layers.
-LAYERS = (
-    "RMSNorm",
-    "RMSNormZeroCentered",
-    "RMSNormGated",
-    "GeLU",
-    "GeluTanh",
-    "NewGELU",
-    "FastGELU",
-    "QuickGELU",
-    "SiLU",
-)
 _DEVICES = ("cpu", "cuda", "rocm", "xpu")
 
 

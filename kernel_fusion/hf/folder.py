@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kernel_fusion.core import cache
+from kernel_fusion.hf.layers import LAYERS
 
 _PACKAGE = Path(__file__).parents[1]
 # The parts of the package that the layers need.
@@ -62,17 +63,10 @@ def write_folder(path: str | Path, backends: Sequence[str] = ("cuda", "rocm", "x
             target = builds / f"torch-{backend}" / relative
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(re.sub(r"\bkernel_fusion\b", name, text))
-        metadata = {
-            "id": name,
-            "name": "kernel-fusion",
-            "version": 1,
-            "license": "MIT",
-            "python-depends": [],
-            "backend": {"type": backend},
-        }
+        metadata = {"id": name, "name": "kernel-fusion", "version": 1, "license": "MIT"}
+        metadata |= {"python-depends": [], "backend": {"type": backend}}
         (builds / f"torch-{backend}" / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
-    names = re.findall(r"^class ([A-Z]\w*)\(", files["hf/layers.py"], re.MULTILINE)
-    (root / "README.md").write_text(_CARD.format(layers=", ".join(names)))
+    (root / "README.md").write_text(_CARD.format(layers=", ".join(LAYERS)))
     return root
 
 

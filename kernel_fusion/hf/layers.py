@@ -55,44 +55,27 @@ class RMSNormGated(_Layer):
         )
 
 
-class GeLU(_Layer):
-    """The activation "gelu"."""
+def _activation(layer: str, name: str) -> type[_Layer]:
+    """The layer of an activation."""
 
     def forward(self: Any, input: Tensor) -> Tensor:
-        """Apply it."""
-        return act_dropout(input, "gelu", training=False)
+        return act_dropout(input, name, training=False)
+
+    return type(layer, (_Layer,), {"forward": forward, "__module__": __name__})
 
 
-class GeluTanh(_Layer):
-    """The activation "gelu_tanh"."""
+GeLU = _activation("GeLU", "gelu")
+GeluTanh = _activation("GeluTanh", "gelu_tanh")
+NewGELU = _activation("NewGELU", "gelu_tanh")  # GPT-2's name for it
+FastGELU = _activation("FastGELU", "gelu_tanh")  # the same, factored differently
+QuickGELU = _activation("QuickGELU", "quick_gelu")
+SiLU = _activation("SiLU", "silu")
 
-    def forward(self: Any, input: Tensor) -> Tensor:
-        """Apply it."""
-        return act_dropout(input, "gelu_tanh", training=False)
-
-
-class NewGELU(GeluTanh):
-    """GPT-2's name for it."""
-
-
-class FastGELU(GeluTanh):
-    """The same, factored differently."""
-
-
-class QuickGELU(_Layer):
-    """The activation "quick_gelu"."""
-
-    def forward(self: Any, input: Tensor) -> Tensor:
-        """Apply it."""
-        return act_dropout(input, "quick_gelu", training=False)
-
-
-class SiLU(_Layer):
-    """The activation "silu"."""
-
-    def forward(self: Any, input: Tensor) -> Tensor:
-        """Apply it."""
-        return act_dropout(input, "silu", training=False)
+# The names under which models look up layers.
+LAYERS = tuple(
+    layer.__name__
+    for layer in (RMSNorm, RMSNormZeroCentered, RMSNormGated, GeLU, GeluTanh, NewGELU, FastGELU, QuickGELU, SiLU)
+)
 
 
 def _norm(rounding: str, x: Tensor, weight: Tensor) -> Tensor:
