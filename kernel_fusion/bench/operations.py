@@ -55,39 +55,34 @@ _PAIR = _tensors("a", "b")
 
 
 def _pointwise() -> list[Operation]:
-    def two(name: str, verb: str, activation: str, arguments: Arguments = _PAIR, **options: Any) -> Operation:
-        def pytorch(dropout: Dropout, a: Tensor, b: Tensor) -> Tensor:
-            return unfused.pointwise(verb, a, b, activation, dropout)
-
-        def fused(a: Tensor, b: Tensor, p: float, backend: str | None) -> Tensor:
-            with_dropout = {"dropout_p": p} if verb == "bias_act" else {}
-            y: Tensor = getattr(kf, verb)(a, b, activation, backend=backend, **with_dropout)
-            return y
-
-        return Operation(name, verb, arguments, pytorch, fused, **options)
-
-    bias = two("bias+gelu", "bias_act", "gelu", _with_rows("bias"))
+    bias = _chain("bias+gelu", "bias_act", "gelu", _with_rows("bias"))
     gelu_dropout = replace(_activation("gelu"), name="gelu+dropout", dropout_p=DROPOUT_P, kept=_not_zero)
     return [
-        two("add+relu", "add_act", "relu", backward_reads=_BITS, backward_writes=("a",)),
-        two("mul+tanh", "mul_act", "tanh"),
+        _chain("add+relu", "add_act", "relu", backward_reads=_BITS, backward_writes=("a",)),
+        _chain("mul+tanh", "mul_act", "tanh"),
         bias,
         replace(bias, name="bias+gelu+dropout", dropout_p=DROPOUT_P, kept=_not_zero),
         gelu_dropout,
-        two("silu gate", "gated_act", "silu", _halves),
+        _chain("silu gate", "gated_act", "silu", _halves),
         *map(_activation, ACTIVATIONS),
     ]
 
 
+def _chain(name: str, verb: str, activation: str, arguments: Arguments = _PAIR, **facts: Any) -> Operation:
+    def pytorch(dropout: Dropout, a: Tensor, b: Tensor | None = None) -> Tensor:
+        return unfused.pointwise(verb, a, b, activation, dropout)
+
+    def fused(*operands: Tensor, p: float, backend: str | None) -> Tensor:
+        probability = {"bias_act": {"dropout_p": p}, "act_dropout": {"p": p}}.get(verb, {})
+        y: Tensor = getattr(kf, verb)(*operands, activation, backend=backend, **probability)
+        return y
+
+    return Operation(name, verb, arguments, pytorch, fused, **facts)
+
+
 def _activation(name: str) -> Operation:
-    def pytorch(dropout: Dropout, x: Tensor) -> Tensor:
-        return unfused.pointwise("act_dropout", x, None, name, dropout)
-
-    def fused(x: Tensor, p: float, backend: str | None) -> Tensor:
-        return kf.act_dropout(x, name, p, backend=backend)
-
     reads = _BITS if name in ("relu", "leaky_relu") else None
-    return Operation(name, "act_dropout", _tensors("x"), pytorch, fused, backward_reads=reads)
+    return _chain(name, "act_dropout", name, _tensors("x"), backward_reads=reads)
 
 
 def _not_zero(results: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> Tensor:
@@ -180,74 +175,50 @@ def _reductions() -> list[Operation]:
     return [reduction(verb, which) for verb in ("sum_squared", "mean_abs") for which in dims]
 
 
-def _softmaxes() -> list[Operation]:
-    scale = 0.125
+def _softmax(name: str, values: Any = None, causal: bool = False) -> Operation:
+    """Plain, or with a scale and a boolean mask, True = keep. If our call is told `causal`, only PyTorch reads that."""
+    scale = 1.0 if values is None else 0.125
 
-    def with_mask(values: Any, moved: bool) -> Callable[[Shape, torch.dtype], list[Argument]]:
-        """x and a boolean mask, True = keep. If our call is told `causal` instead, only PyTorch reads the mask."""
+    def arguments(shape: Shape, dtype: torch.dtype) -> list[Argument]:
+        x = Argument("x", shape, dtype)
+        if values is None:
+            return [x]
+        return [x, Argument("keep", shape, torch.bool, values=values, gradient=False, moved=not causal)]
 
-        def arguments(shape: Shape, dtype: torch.dtype) -> list[Argument]:
-            keep = Argument("keep", shape, torch.bool, values=values, gradient=False, moved=moved)
-            return [Argument("x", shape, dtype), keep]
-
-        return arguments
-
-    def pytorch_masked(_: Dropout, x: Tensor, keep: Tensor) -> Tensor:
+    def pytorch(_: Dropout, x: Tensor, keep: Tensor | None = None) -> Tensor:
         return unfused.softmax(x, scale, keep)
 
-    def plain(x: Tensor, p: float, backend: str | None) -> Tensor:
-        return kf.softmax(x, backend=backend)
-
-    def masked(x: Tensor, keep: Tensor, p: float, backend: str | None) -> Tensor:
-        return kf.softmax(x, scale=scale, mask=keep, backend=backend)
-
-    def causal(x: Tensor, keep: Tensor, p: float, backend: str | None) -> Tensor:
-        return kf.softmax(x, scale=scale, causal=True, backend=backend)
+    def fused(x: Tensor, keep: Tensor | None = None, *, p: float, backend: str | None) -> Tensor:
+        return kf.softmax(x, scale=scale, mask=None if causal else keep, causal=causal, backend=backend)
 
     # Backward reads y, which is as large as x.
-    softmax = partial(Operation, verb="softmax", backward_reads=("x",))
-    return [
-        softmax("softmax", arguments=_tensors("x"), pytorch=lambda _, x: unfused.softmax(x), fused=plain),
-        softmax("softmax, scale, mask", arguments=with_mask("mask", True), pytorch=pytorch_masked, fused=masked),
-        softmax("softmax, scale, causal", arguments=with_mask("causal", False), pytorch=pytorch_masked, fused=causal),
-    ]
+    return Operation(name, "softmax", arguments, pytorch, fused, backward_reads=("x",))
 
 
-def _scores() -> list[Operation]:
+def _scores(name: str, weights: bool, **facts: Any) -> Operation:
+    """Attention scores, or the weights that a causal softmax makes of them."""
+
     def arguments(shape: Shape, dtype: torch.dtype) -> list[Argument]:
         batch, rows, cols = shape
-        return [Argument("query", (batch, rows, _HEAD), dtype), Argument("key", (batch, cols, _HEAD), dtype)]
-
-    def with_mask(shape: Shape, dtype: torch.dtype) -> list[Argument]:
+        operands = [Argument("query", (batch, rows, _HEAD), dtype), Argument("key", (batch, cols, _HEAD), dtype)]
         keep = Argument("keep", shape[1:], torch.bool, values="causal", shared=True, gradient=False, moved=False)
-        return [*arguments(shape, dtype), keep]
+        return [*operands, keep] if weights else operands
 
-    def pytorch(_: Dropout, query: Tensor, key: Tensor) -> Tensor:
-        return unfused.attention_scores(query, key)
+    def pytorch(_: Dropout, query: Tensor, key: Tensor, keep: Tensor | None = None) -> Tensor:
+        scores = unfused.attention_scores(query, key)
+        return unfused.softmax(scores, mask=keep) if weights else scores
 
-    def pytorch_weights(_: Dropout, query: Tensor, key: Tensor, keep: Tensor) -> Tensor:
-        return unfused.softmax(unfused.attention_scores(query, key), mask=keep)
-
-    def fused(query: Tensor, key: Tensor, p: float, backend: str | None) -> Tensor:
-        return kf.attention_scores(query, key, backend=backend)
-
-    def fused_weights(query: Tensor, key: Tensor, keep: Tensor, p: float, backend: str | None) -> Tensor:
-        return kf.attention_scores(query, key, causal=True, normalize=True, backend=backend)
+    def fused(query: Tensor, key: Tensor, keep: Tensor | None = None, *, p: float, backend: str | None) -> Tensor:
+        return kf.attention_scores(query, key, causal=weights, normalize=weights, backend=backend)
 
     def products(direction: str, inputs: Inputs) -> list[Call]:
-        query, key, *_ = (t.detach() for t in inputs.arguments.values() if t is not None)
+        query, key, *_ = (t.detach() for t in inputs.arguments.values())
         (dy,) = inputs.cotangents
         if direction == "forward":
             return [partial(torch.bmm, query, key.mT)]
         return [partial(torch.bmm, dy, key), partial(torch.bmm, dy.mT, query)]
 
-    scores = Operation("attention scores", "attention_scores", arguments, pytorch, fused, products=products, row_dims=2)
-    return [
-        replace(scores, has_kernels=False, product_pass=False),
-        replace(
-            scores, name="causal attention weights", arguments=with_mask, pytorch=pytorch_weights, fused=fused_weights
-        ),
-    ]
+    return Operation(name, "attention_scores", arguments, pytorch, fused, products=products, row_dims=2, **facts)
 
 
 def _cupy_relu_layer_norm(cupy: Any) -> Function:
@@ -303,9 +274,16 @@ def case_of(workload: Workload) -> RowNormCase:
 
 
 # Two-dimensional.
-OPERATIONS = [*_pointwise(), *_row_norms(), *_add_norms(), *_reductions(), *_softmaxes()]
+OPERATIONS = [
+    *(*_pointwise(), *_row_norms(), *_add_norms(), *_reductions(), _softmax("softmax")),
+    _softmax("softmax, scale, mask", "mask"),
+    _softmax("softmax, scale, causal", "causal", causal=True),
+]
 # Shaped (batch, rows, columns).
-SCORES = _scores()
+SCORES = [
+    _scores("attention scores", weights=False, has_kernels=False, product_pass=False),
+    _scores("causal attention weights", weights=True),
+]
 
 _BY_NAME = {operation.name: operation for operation in OPERATIONS}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,8 +15,11 @@ from kernel_fusion.testing import unfused
 _HEAD = 128
 
 
-def _arguments(keys: int | None, normed: bool) -> Callable[[tuple[int, ...], torch.dtype], Sequence[Argument]]:
-    """Heads of a query, and of a key that has one for `keys` of them; weights, and angles in the dtype of both."""
+def _operation(name: str, keys: int | None = None, normed: bool = False) -> Operation:
+    """The embedding, perhaps of heads' norms: of a query, or in one launch also of a key.
+
+    The key has a head for `keys` heads of the query. `kf.patch` has a model turn both together.
+    """
 
     def arguments(shape: tuple[int, ...], dtype: torch.dtype) -> Sequence[Argument]:
         tokens, columns = shape
@@ -28,62 +31,32 @@ def _arguments(keys: int | None, normed: bool) -> Callable[[tuple[int, ...], tor
             given += [Argument(f"{of}_weight", (_HEAD,), dtype, 1.0, shared=True) for of in ("query", "key")]
         return [*given, *(Argument(name, (tokens, _HEAD // 2), dtype, gradient=False) for name in ("cos", "sin"))]
 
-    return arguments
+    def pytorch(_: Dropout, *tensors: Tensor) -> tuple[Tensor, ...]:
+        *rows, cos, sin = tensors
+        if normed:
+            pairs = zip(rows[:2], rows[2:], strict=True)
+            rows = [unfused.norm(x, x.shape[-1:], weight, None, EPS, rms=True) for x, weight in pairs]
+        return tuple(unfused.rope(x, cos[:, None], sin[:, None]) for x in rows)
+
+    def fused(*tensors: Tensor, p: float, backend: str | None) -> Tensor | tuple[Tensor, ...]:
+        if normed:
+            query, key, query_weight, key_weight, cos, sin = tensors
+            return kf.qk_norm_rope(query, key, query_weight, key_weight, cos, sin, EPS, backend=backend)
+        *rows, cos, sin = tensors
+        if keys is None:
+            return kf.rope(rows[0], cos, sin, backend=backend)  # of (tokens, heads, columns) dimension 1 counts heads
+        return tuple(rotate(rows, cos, sin, interleaved=False, unsqueeze_dim=1, backend=backend))
+
+    verb, reads = ("qk_norm_rope", None) if normed else ("rope", ("cos", "sin"))
+    results = ("y",) if keys is None else ("y", "y_key")
+    return Operation(name, verb, arguments, pytorch, fused, results, backward_reads=reads)
 
 
-def _turned(n: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return unfused.rope(n, cos[:, None], sin[:, None])
-
-
-def _rope() -> Operation:
-    def pytorch(_: Dropout, query: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return _turned(query, cos, sin)
-
-    def fused(query: Tensor, cos: Tensor, sin: Tensor, p: float, backend: str | None) -> Tensor:
-        return kf.rope(query, cos, sin, backend=backend)  # of (tokens, heads, columns) dimension 1 counts heads
-
-    return Operation("rope", "rope", _arguments(None, False), pytorch, fused, backward_reads=("cos", "sin"))
-
-
-def _rope_of_both(name: str, keys: int) -> Operation:
-    """Query and key in one launch, as `kf.patch` has a model turn them."""
-
-    def pytorch(_: Dropout, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return _turned(query, cos, sin), _turned(key, cos, sin)
-
-    def fused(
-        query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, p: float, backend: str | None
-    ) -> tuple[Tensor, Tensor]:
-        turned = rotate([query, key], cos, sin, interleaved=False, unsqueeze_dim=1, backend=backend)
-        return turned[0], turned[1]
-
-    reads = "cos", "sin"
-    return Operation(name, "rope", _arguments(keys, False), pytorch, fused, ("y", "y_key"), backward_reads=reads)
-
-
-def _qk_norm_rope(name: str, keys: int) -> Operation:
-    def pytorch(
-        _: Dropout, query: Tensor, key: Tensor, query_weight: Tensor, key_weight: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        normed = (
-            unfused.norm(x, x.shape[-1:], weight, None, EPS, rms=True)
-            for x, weight in ((query, query_weight), (key, key_weight))
-        )
-        of_query, of_key = (_turned(n, cos, sin) for n in normed)
-        return of_query, of_key
-
-    def fused(*tensors: Tensor, p: float, backend: str | None) -> tuple[Tensor, Tensor]:
-        query, key, query_weight, key_weight, cos, sin = tensors
-        return kf.qk_norm_rope(query, key, query_weight, key_weight, cos, sin, EPS, backend=backend)
-
-    return Operation(name, "qk_norm_rope", _arguments(keys, True), pytorch, fused, ("y", "y_key"))
-
-
-ROPE = _rope()
+ROPE = _operation("rope")
 # 32 heads of the query and 8 of the key, as in Qwen3 8B; 24 of each, as in video models.
 _FEWER, _EQUAL = "query and fewer keys", "query and key"
-ROPE_OF_BOTH = _rope_of_both(f"rope of {_FEWER}", 4), _rope_of_both(f"rope of {_EQUAL}", 1)
-_NORMED = _qk_norm_rope(f"norm+rope of {_FEWER}", 4), _qk_norm_rope(f"norm+rope of {_EQUAL}", 1)
+ROPE_OF_BOTH = _operation(f"rope of {_FEWER}", 4), _operation(f"rope of {_EQUAL}", 1)
+_NORMED = _operation(f"norm+rope of {_FEWER}", 4, True), _operation(f"norm+rope of {_EQUAL}", 1, True)
 # Keys are tokens and columns.
 OPERATIONS: dict[tuple[int, int], tuple[Operation, ...]] = {
     (4096, 32 * _HEAD): (ROPE, ROPE_OF_BOTH[0], _NORMED[0]),
