@@ -93,75 +93,38 @@ def hugging_face(
     return getattr(transformers, model)(made)
 
 
-def _vocabulary(whole: int, layers: int, all_layers: int) -> int:
-    return round(whole * layers / all_layers / _VOCABULARY_STEP) * _VOCABULARY_STEP
-
-
 def _tokens(vocabulary: int, architecture: Architecture, small: bool) -> dict[str, Tensor]:
     text = torch.randint(_SMALL["vocab_size"] if small else vocabulary, architecture.sizes(small))
     return {"input_ids": text, "labels": text}
 
 
-_SMALL = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
-_LAYERS = 6
-_LLAMA = {
-    "vocab_size": _vocabulary(128256, _LAYERS, 32),
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": _LAYERS,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-}
+_LAYERS = 6  # of large language models
+
+
+def _vocabulary(whole: int, layers: int) -> int:
+    return round(whole * _LAYERS / layers / _VOCABULARY_STEP) * _VOCABULARY_STEP
+
+
+def _sizes(hidden: int, inner: int, layers: int = _LAYERS) -> dict[str, Any]:
+    return {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
+
+
+def _heads(queries: int, keys: int, columns: int | None = None) -> dict[str, Any]:
+    counts = {"num_attention_heads": queries, "num_key_value_heads": keys}
+    return counts if columns is None else counts | {"head_dim": columns}
+
+
+_SMALL = {"vocab_size": 128} | _sizes(64, 96, 2) | _heads(4, 2, 16)
+_LLAMA = {"vocab_size": _vocabulary(128256, 32), "rms_norm_eps": 1e-5} | _sizes(4096, 14336) | _heads(32, 8)
 # Small enough that a step waits for launches.
-_LAUNCH_BOUND = _LLAMA | {
-    "vocab_size": 8192,
-    "hidden_size": 1024,
-    "intermediate_size": 3584,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-}
-_QWEN = {
-    "vocab_size": _vocabulary(151936, _LAYERS, 36),
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": _LAYERS,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-}
-_GEMMA = {
-    "vocab_size": _vocabulary(262144, _LAYERS, 34),
-    "hidden_size": 2560,
-    "intermediate_size": 10240,
-    "num_hidden_layers": _LAYERS,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    # As long as the text, so that every layer attends to all of it.
-    "sliding_window": 4096,
-}
-_BERT = {
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "hidden_dropout_prob": 0.1,
-    "attention_probs_dropout_prob": 0.1,
-}
-_VIT = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
+_LAUNCH_BOUND = _LLAMA | {"vocab_size": 8192} | _sizes(1024, 3584) | _heads(16, 4)
+_QWEN = {"vocab_size": _vocabulary(151936, 36)} | _sizes(4096, 12288) | _heads(32, 8, 128)
+# Its window is as long as the text, so that every layer attends to all of it.
+_GEMMA = {"vocab_size": _vocabulary(262144, 34), "sliding_window": 4096} | _sizes(2560, 10240) | _heads(8, 4, 256)
+_VIT = _sizes(1024, 4096, 24) | {"num_attention_heads": 16}
+_BERT = _VIT | {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 # For encoders; ViT's images have 16 patches.
-_SMALL_ENCODER = {name: _SMALL[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")} | {
-    "num_attention_heads": 4
-}
+_SMALL_ENCODER = _sizes(64, 96, 2) | {"num_attention_heads": 4}
 _BERT_VOCABULARY, _CLASSES = 30522, 1000
 
 
