@@ -29,6 +29,13 @@ class Shape:
 
 
 Shapes = Callable[[str, torch.dtype], Sequence[Shape]]  # by device type and dtype of the input
+Dtypes = Mapping[str, Sequence[torch.dtype]]  # by device type
+
+_DTYPES: Dtypes = {
+    "cuda": (torch.bfloat16, torch.float16, torch.float32),
+    "cpu": (torch.float32, torch.bfloat16),
+}
+_QUICK_DTYPES: Dtypes = {"cuda": (torch.bfloat16, torch.float32), "cpu": (torch.float32,)}
 
 
 class Part(Protocol):
@@ -106,8 +113,8 @@ class Suite:
     Attributes:
         name, title: its names on the command line, and in tables and pictures.
         about: its purpose in a few words.
-        kind, parts: what is measured, and on which workloads.
-        dtypes, quick_dtypes: the defaults, by device type.
+        parts, kind: on which workloads, and what is measured.
+        dtypes, quick_dtypes: the defaults.
         quick_verbs, quick_parts: the subset for `--quick`, if not all.
         directions: those measured by default.
         peers, quick_peers: those measured by default.
@@ -119,10 +126,11 @@ class Suite:
 
     name: str
     title: str
-    kind: Kind
+    about: str
     parts: tuple[Part, ...]
-    dtypes: Mapping[str, Sequence[torch.dtype]]
-    quick_dtypes: Mapping[str, Sequence[torch.dtype]]
+    kind: Kind = "kernels"
+    dtypes: Dtypes = field(default_factory=lambda: _DTYPES)
+    quick_dtypes: Dtypes = field(default_factory=lambda: _QUICK_DTYPES)
     quick_verbs: tuple[str, ...] | None = None
     quick_parts: tuple[Part, ...] | None = None
     directions: tuple[Direction, ...] = DIRECTIONS
@@ -132,7 +140,6 @@ class Suite:
     plots: tuple[PlotKind, ...] = ("speedup", "time")
     single_thread: bool = False
     settles_memory: bool = False
-    about: str = ""
 
     @property
     def verbs(self) -> tuple[str, ...]:

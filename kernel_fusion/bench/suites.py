@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from kernel_fusion.bench import operations, quantised, rotary, stages
 from kernel_fusion.bench.operations import NORMS
 from kernel_fusion.bench.step_models import Steps
-from kernel_fusion.bench.suite import Kind, Norms, Operations, Shape, Shapes, Suite, always, plain
+from kernel_fusion.bench.suite import Norms, Operations, Shape, Shapes, Suite, always, plain
 from kernel_fusion.bench.transformer_block import BLOCK, BLOCK_WITH_DROPOUT
+from kernel_fusion.bench.workloads import Direction
 
 # Bytes of a tensor of the suite `odd`: too large for any cache.
 _ODD_BYTES = 128_000_000
@@ -85,172 +87,148 @@ def _sweep(lengths: Sequence[int]) -> Shapes:
 ALL_BACKENDS = {"cuda": ("cuda", "triton")}
 
 _FP32, _FP16, _BF16 = torch.float32, torch.float16, torch.bfloat16
-_DTYPES = {"cuda": (_BF16, _FP16, _FP32), "cpu": (_FP32, _BF16)}
-_QUICK_DTYPES = {"cuda": (_BF16, _FP32), "cpu": (_FP32,)}
-_HOST_DTYPES = {"cuda": (_BF16,), "cpu": (_FP32,)}
-_CPU_DTYPES = {"cuda": (_FP32, _BF16, _FP16), "cpu": (_FP32, _BF16, _FP16)}
+_ALL_THREE = (_FP32, _BF16, _FP16)
 _FP32_AND_BF16 = {"cuda": (_FP32, _BF16), "cpu": (_FP32, _BF16)}
 _FP32_ONLY = {"cuda": (_FP32,), "cpu": (_FP32,)}
+_BF16_ONLY = {"cuda": (_BF16,), "cpu": (_BF16,)}
+_ONE_EACH = {"cuda": (_BF16,), "cpu": (_FP32,)}
+_PASSES: tuple[Direction, ...] = ("forward", "backward")
 
 
 def _fixed(*sizes: tuple[int, ...]) -> Shapes:
     return always([plain(*s) for s in sizes])
 
 
-def _norms(name: str, title: str, about: str, shapes: Shapes, kind: Kind = "kernels") -> Suite:
+def _norms(name: str, title: str, about: str, shapes: Shapes, **options: Any) -> Suite:
     """A suite of bare norms."""
-    host = kind == "host"
-    dtypes, quick_dtypes = (_HOST_DTYPES, _HOST_DTYPES) if host else (_DTYPES, _QUICK_DTYPES)
-    return Suite(name, title, kind, (Norms(shapes),), dtypes, quick_dtypes, quick_verbs=NORMS[:1], about=about)
-
-
-def _cpu() -> Suite:
-    """Bare norms at sizes that CPUs meet, beside the portable build of our CPU kernels."""
-    return Suite(
-        "cpu",
-        "Norms on the CPU",
-        "kernels",
-        (Norms(_fixed(*_CPU)),),
-        _CPU_DTYPES,
-        _FP32_ONLY,
-        quick_verbs=NORMS[:1],
-        quick_parts=(Norms(_fixed(*_CPU_QUICK)),),
-        peers=("torch.compile", "portable"),
-        quick_peers=("portable",),
-        single_thread=True,
-        settles_memory=True,
-        about="norms of nine shapes with one thread and with all, beside a build without vector instructions",
-    )
-
-
-def _sweep_suite() -> Suite:
-    """Bandwidth over row length, for all our backends with kernels for a device."""
-    return Suite(
-        "sweep",
-        "Sweep of row lengths",
-        "kernels",
-        (Norms(_sweep(_SWEEP)),),
-        _FP32_AND_BF16,
-        _QUICK_DTYPES,
-        quick_verbs=NORMS[:1],
-        quick_parts=(Norms(_sweep(_SWEEP_QUICK)),),
-        directions=("forward", "backward"),
-        peers=("torch.compile",),
-        backends=ALL_BACKENDS,
-        plots=("speedup", "bandwidth"),
-        settles_memory=True,
-        about="bandwidth of norms over row lengths from 256 to 32768, by every backend of ours",
-    )
-
-
-def _fused_ops() -> Suite:
-    plain, scores = tuple(operations.OPERATIONS), tuple(operations.SCORES)
-    batches = Operations(scores, _scores, batch=(operations.SCORES_BATCH,))
-    parts = Operations(plain, _fixed((2048, 2048), (8192, 8192))), batches
-    return Suite(
-        "fused-ops",
-        "Fused operations",
-        "kernels",
-        parts,
-        _FP32_AND_BF16,
-        _QUICK_DTYPES,
-        quick_parts=(Operations(plain, _fixed((2048, 2048))), batches),
-        directions=("forward", "backward"),
-        peers=("torch.compile",),
-        about="every verb with its variants at 2048x2048 and 8192x8192, against chains of PyTorch's calls",
-    )
-
-
-def _memory() -> Suite:
-    plain, scores = tuple(operations.OPERATIONS), tuple(operations.SCORES)
-    parts = (
-        Norms(_fixed(*_MEMORY)),
-        Operations(plain, _fixed((4096, 4096))),
-        Operations(scores, _fixed((operations.SCORES_BATCH, 1024, 1024)), batch=(operations.SCORES_BATCH,)),
-        Operations((BLOCK, BLOCK_WITH_DROPOUT), _blocks, grouped=False),
-    )
-    about = "bytes saved for backward and peak of a training step, of every verb and of a transformer block"
-    return Suite(
-        "memory", "Memory in training", "memory", parts, _DTYPES, _QUICK_DTYPES, plots=("memory",), about=about
-    )
+    return Suite(name, title, about, (Norms(shapes),), quick_verbs=NORMS[:1], **options)
 
 
 def _samples(sizes: Sequence[tuple[int, int]]) -> Shapes:
     return _fixed(*((stages.BATCH, *s) for s in sizes))
 
 
+def _tokens(tokens: int, columns: int) -> Shapes:  # fewer of them on a CPU
+    return lambda device, dtype: [plain(tokens if device == "cuda" else tokens // 32, columns)]
+
+
+_CPU_SUITE = _norms(
+    "cpu",
+    "Norms on the CPU",
+    "norms of nine shapes with one thread and with all, beside a build without vector instructions",
+    _fixed(*_CPU),
+    dtypes={"cuda": _ALL_THREE, "cpu": _ALL_THREE},
+    quick_dtypes=_FP32_ONLY,
+    quick_parts=(Norms(_fixed(*_CPU_QUICK)),),
+    peers=("torch.compile", "portable"),
+    quick_peers=("portable",),
+    single_thread=True,
+    settles_memory=True,
+)
+
+_SWEEP_SUITE = _norms(
+    "sweep",
+    "Sweep of row lengths",
+    "bandwidth of norms over row lengths from 256 to 32768, by every backend of ours",
+    _sweep(_SWEEP),
+    dtypes=_FP32_AND_BF16,
+    quick_parts=(Norms(_sweep(_SWEEP_QUICK)),),
+    directions=_PASSES,
+    peers=("torch.compile",),
+    backends=ALL_BACKENDS,
+    plots=("speedup", "bandwidth"),
+    settles_memory=True,
+)
+
+_OPERATIONS, _SCORES = tuple(operations.OPERATIONS), tuple(operations.SCORES)
+_BATCH = (operations.SCORES_BATCH,)
+_BATCHES = Operations(_SCORES, _scores, batch=_BATCH)
+
+_FUSED_OPS = Suite(
+    "fused-ops",
+    "Fused operations",
+    "every verb with its variants at 2048x2048 and 8192x8192, against chains of PyTorch's calls",
+    (Operations(_OPERATIONS, _fixed((2048, 2048), (8192, 8192))), _BATCHES),
+    dtypes=_FP32_AND_BF16,
+    quick_parts=(Operations(_OPERATIONS, _fixed((2048, 2048))), _BATCHES),
+    directions=_PASSES,
+    peers=("torch.compile",),
+)
+
+_MEMORY_SUITE = Suite(
+    "memory",
+    "Memory in training",
+    "bytes saved for backward and peak of a training step, of every verb and of a transformer block",
+    (
+        Norms(_fixed(*_MEMORY)),
+        Operations(_OPERATIONS, _fixed((4096, 4096))),
+        Operations(_SCORES, _fixed((*_BATCH, 1024, 1024)), batch=_BATCH),
+        Operations((BLOCK, BLOCK_WITH_DROPOUT), _blocks, grouped=False),
+    ),
+    "memory",
+    plots=("memory",),
+)
+
 _STAGES = Suite(
     "stages",
     "Norms with a gate, and modulated",
-    "kernels",
+    "norms with a gate, or a scale and a shift for each sample, at the sizes of diffusion transformers",
     (
         Operations(stages.GATED, _fixed(*stages.GATED_SIZES)),
         Operations(stages.MODULATED, _samples(stages.SIZES), batch=(stages.BATCH,)),
     ),
-    _DTYPES,
-    _QUICK_DTYPES,
-    directions=("forward", "backward"),
+    directions=_PASSES,
     peers=("torch.compile", "liger", "fla"),
     quick_parts=(
         Operations(stages.GATED, _fixed(*stages.QUICK_SIZES)),
         Operations(stages.MODULATED, _samples(stages.QUICK_SIZES)),
     ),
-    about="norms with a gate, or a scale and a shift for each sample, at the sizes of diffusion transformers",
 )
-
-
-def _tokens(tokens: int, columns: int) -> Shapes:  # fewer of them on a CPU
-    return lambda device, dtype: [plain(tokens if device == "cuda" else tokens // 32, columns)]
-
 
 _ROPE = Suite(
     "rope",
     "Rotary embedding",
-    "kernels",
+    "the rotary embedding, alone and after the norm of each head",
     tuple(Operations(of, _tokens(*s)) for s, of in rotary.OPERATIONS.items()),
-    _DTYPES,
-    _QUICK_DTYPES,
-    directions=("forward", "backward"),
+    directions=_PASSES,
     peers=("torch.compile", "liger", "quack", "fla", "flashinfer"),
     backends=ALL_BACKENDS,
-    about="the rotary embedding, alone and after the norm of each head",
 )
 
 _RELU_LAYER_NORM = Suite(
     "relu-layernorm",
     "ReLU and LayerNorm",
-    "kernels",
+    "LayerNorm of ReLU in one kernel against PyTorch's and CuPy's unfused calls",
     (Operations((operations.RELU_LAYER_NORM,), _fixed((4096, 1024))),),
-    _FP32_ONLY,
-    _FP32_ONLY,
+    dtypes=_FP32_ONLY,
+    quick_dtypes=_FP32_ONLY,
     directions=("forward",),
     peers=("cupy",),
     plots=("time",),
-    about="LayerNorm of ReLU in one kernel against PyTorch's and CuPy's unfused calls",
 )
 
 _QUANTISED = Suite(
     "quantised",
     "Quantised results",
-    "kernels",
+    "norms and gates whose results are float8, by every kind of scale, against chains of PyTorch's calls",
     (Operations(quantised.NORMS, _fixed((16384, 4096))), Operations(quantised.GATES, _fixed((16384, 14336)))),
-    *({"cuda": (_BF16,), "cpu": (_BF16,)},) * 2,
+    dtypes=_BF16_ONLY,
+    quick_dtypes=_BF16_ONLY,
     quick_parts=(Operations((*quantised.NORMS, *quantised.GATES), _fixed((2048, 4096))),),
     directions=("forward",),
     peers=("torch.compile", "flashinfer"),
-    about="norms and gates whose results are float8, by every kind of scale, against chains of PyTorch's calls",
 )
 
 _STEPS = Suite(
     "steps",
     "Training steps",
-    "steps",
+    "forward, backward and AdamW of whole models: PyTorch, ours, torch.compile and Liger-Kernel",
     (Steps(),),
-    {"cuda": (_BF16,), "cpu": (_FP32,)},
-    _FP32_ONLY,
+    "steps",
+    dtypes=_ONE_EACH,
+    quick_dtypes=_FP32_ONLY,
     quick_parts=(Steps(small=True),),
     peers=("torch.compile", "liger"),
-    about="forward, backward and AdamW of whole models: PyTorch, ours, torch.compile and Liger-Kernel",
 )
 
 SUITES = {
@@ -267,15 +245,23 @@ SUITES = {
         _norms(
             "few-rows", "Few rows, and many short ones", "norms of 4 to 512 rows, and of a million", _fixed(*_FEW_ROWS)
         ),
-        _sweep_suite(),
-        _norms("host", "Host time per call", "what a call costs before the device has done anything", _host, "host"),
-        _cpu(),
-        _fused_ops(),
+        _SWEEP_SUITE,
+        _norms(
+            "host",
+            "Host time per call",
+            "what a call costs before the device has done anything",
+            _host,
+            kind="host",
+            dtypes=_ONE_EACH,
+            quick_dtypes=_ONE_EACH,
+        ),
+        _CPU_SUITE,
+        _FUSED_OPS,
         _STAGES,
         _ROPE,
         _RELU_LAYER_NORM,
         _QUANTISED,
-        _memory(),
+        _MEMORY_SUITE,
         _STEPS,
     )
 }

@@ -82,7 +82,7 @@ def bench(
 
 
 def _list(out: Console) -> None:
-    rows = tuple((suite.name, suite.about or suite.title) for suite in SUITES.values())
+    rows = tuple((suite.name, suite.about) for suite in SUITES.values())
     common.show(tables.Table("Suites", ("name", "what it measures"), rows), out, of_numbers=False)
 
 
