@@ -19,15 +19,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 # Annotated, because PyTorch's type guard narrows to a type that is no tensor.
 _is_subclass: Callable[[object], bool] = is_traceable_wrapper_subclass
 
-# The parameters of each operation, in PyTorch's order, with its defaults; other operations have those of "activation".
+# The parameters of each operation, in PyTorch's order, with its defaults; other operations have an input alone.
 _PARAMETERS: dict[str, dict[str, Any]] = {
     "add": {"input": None, "other": None},
     "mul": {"input": None, "other": None},
     "pow": {"input": None, "exponent": None},
-    "square": {"input": None},
     "mean": {"input": None, "dim": None, "keepdim": False},
-    "rsqrt": {"input": None},
-    "float": {"input": None},
     "to": {"input": None, "dtype": None},
     "type_as": {"input": None, "other": None},
     "getitem": {"input": None, "index": None},
@@ -35,38 +32,19 @@ _PARAMETERS: dict[str, dict[str, Any]] = {
     "dropout": {"input": None, "p": 0.5, "training": True, "inplace": False},
     "layer_norm": {"input": None, "normalized_shape": None, "weight": None, "bias": None, "eps": 1e-5},
     "rms_norm": {"input": None, "normalized_shape": None, "weight": None, "eps": None},
-    "activation": {"input": None},
     "relu": {"input": None, "inplace": False},
     "silu": {"input": None, "inplace": False},
     "mish": {"input": None, "inplace": False},
     "gelu": {"input": None, "approximate": "none"},
 }
-
 _FUNCTIONS: dict[Any, str] = {
-    operator.add: "add",
-    torch.add: "add",
-    operator.mul: "mul",
-    torch.mul: "mul",
-    operator.pow: "pow",
-    torch.pow: "pow",
-    torch.square: "square",
-    torch.mean: "mean",
-    torch.rsqrt: "rsqrt",
-    operator.getitem: "getitem",
-    F.linear: "linear",
-    F.dropout: "dropout",
-    F.layer_norm: "layer_norm",
-    torch.rms_norm: "rms_norm",
-    F.rms_norm: "rms_norm",
-    F.relu: "relu",
-    torch.relu: "relu",
-    F.silu: "silu",
-    F.mish: "mish",
-    F.gelu: "gelu",
-    torch.tanh: "tanh",
-    torch.sigmoid: "sigmoid",
-    F.sigmoid: "sigmoid",
-    F.tanh: "tanh",
+    getattr(module, name): name
+    for module, names in (
+        (operator, ("add", "mul", "pow", "getitem")),
+        (torch, ("add", "mul", "pow", "square", "mean", "rsqrt", "rms_norm", "relu", "tanh", "sigmoid")),
+        (F, ("linear", "dropout", "layer_norm", "rms_norm", "relu", "silu", "mish", "gelu", "tanh", "sigmoid")),
+    )
+    for name in names
 }
 _METHODS = ("add", "mul", "pow", "square", "mean", "rsqrt", "float", "to", "type_as", "relu", "tanh", "sigmoid")
 # Operations that have our activations' names.
@@ -87,7 +65,7 @@ def arguments(node: Any, name: str) -> dict[str, Any] | None:
     """The arguments of a call of `name`, with defaults; None for other calls, or other arguments."""
     if name_of(node) != name:
         return None
-    parameters = _PARAMETERS.get(name, _PARAMETERS["activation"])
+    parameters = _PARAMETERS.get(name, {"input": None})
     if len(node.args) > len(parameters) or not set(node.kwargs) <= set(parameters):
         return None
     return parameters | dict(zip(parameters, node.args, strict=False)) | dict(node.kwargs)
