@@ -131,7 +131,8 @@ def forward(
     layout, grid = _plan_and_grid(walk, a.device)
     numbers, meaning = _numbers(walk)
     constants = Constants(**meaning, **tile(layout), **_constants(combine, activation, scale, dropout_p, seed, dtype))
-    launch(kernels.pointwise_fwd, grid, walk.a, walk.b, seed, y, *numbers, constants=constants, warps=layout.warps)
+    args = None, walk.a, walk.b, seed, y, None, *numbers
+    launch(kernels.pointwise, grid, *args, constants=constants, warps=layout.warps)
     return y
 
 
@@ -166,9 +167,9 @@ def backward(
         db = _like(walk, dy.shape, b.dtype if b.shape == dy.shape else dtype, dy.device)
     layout, grid = _plan_and_grid(walk, a.device)
     numbers, meaning = _numbers(walk)
-    constants |= {"da": wants[0], "db": b is not None and wants[1], **meaning, **tile(layout)}
+    constants |= {"backward": True, "da": wants[0], "db": b is not None and wants[1], **meaning, **tile(layout)}
     args = cotangent, walk.a, walk.b, seed, da, db, *numbers
-    launch(kernels.pointwise_bwd, grid, *args, constants=Constants(**constants), warps=layout.warps)
+    launch(kernels.pointwise, grid, *args, constants=Constants(**constants), warps=layout.warps)
     return da, db
 
 

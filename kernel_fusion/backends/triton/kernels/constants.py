@@ -185,6 +185,7 @@ class Pointwise(Constants):
         scale: multiplies the chain, and dropout's.
         flat: whether everything is one long row.
         simple: whether there is a single outer dimension.
+        backward: whether the results are gradients.
     """
 
     combine: str
@@ -194,6 +195,7 @@ class Pointwise(Constants):
     unit: int
     flat: bool = False
     simple: bool = True
+    backward: bool = False
     da: bool = False
     db: bool = False
 

@@ -52,102 +52,60 @@ def _derive(g, a, b, C: tl.constexpr):
 
 @triton.jit
 def _operands(pointers, offsets, mask, C: tl.constexpr):
-    """a and b of a tile; a twice for "first"."""
-    a = load(pointers[0], offsets[0], mask, C.wide)
+    """a and b of a tile; a twice for "first". `pointers` begin with dy, a, b and seed."""
+    a = load(pointers[1], offsets[0], mask, C.wide)
     if C.combine == "first":
         b = a
     else:
-        b = load(pointers[1], offsets[1], mask, C.wide)
+        b = load(pointers[2], offsets[1], mask, C.wide)
     return a, b
 
 
 @triton.jit
 def _forward_tile(pointers, offsets, y_row, col, mask, C: tl.constexpr):
-    """y of a tile; `pointers` are a, b, seed and y."""
-    _, _, seed_ptr, y_ptr = pointers
+    """y of a tile."""
     a, b = _operands(pointers, offsets, mask, C)
     y = _chain(a, b, C)
     if C.scale != 1.0:
         y = y * C.scale
     if C.threshold > 0:
-        y = tl.where(kept(seed_ptr, y_row, C.threshold, C.aligned, C.block), y, 0.0)
-    store(y_ptr, y_row + col, y, mask)
-
-
-@kernel("a_step", "b_step")
-def pointwise_fwd(
-    a_ptr,
-    b_ptr,
-    seed_ptr,
-    y_ptr,
-    num_rows,
-    col_units,
-    middle,
-    inner,
-    a0,
-    a1,
-    a2,
-    a_step,
-    b0,
-    b1,
-    b2,
-    b_step,
-    C: tl.constexpr,
-):
-    """Write y."""
-    ROWS: tl.constexpr = C.rows
-    BLOCK: tl.constexpr = C.block
-    num_cols = scalar(col_units, tl.int64) * C.unit
-    tiles = tl.cdiv(num_cols, BLOCK)
-    program = tl.program_id(0).to(tl.int64)
-    start = (program % tiles) * BLOCK
-    col = tl.arange(0, BLOCK)[None, :]
-    at = start + col
-    pointers = (a_ptr, b_ptr, seed_ptr, y_ptr)
-    if C.flat:
-        # One row: tiles begin with a block of random bits, and only the last needs a mask.
-        if start + BLOCK <= num_cols:
-            _forward_tile(pointers, (at, at), start + tl.zeros([1, 1], tl.int64), col, None, C)
-        else:
-            _forward_tile(pointers, (at, at), start + tl.zeros([1, 1], tl.int64), col, at < num_cols, C)
-    else:
-        row = (program // tiles) * ROWS + tl.arange(0, ROWS)[:, None]
-        a_offset = row_offset(row, (middle, inner), (a0, a1, a2), C.unit, C.simple) + at * a_step
-        b_offset = row_offset(row, (middle, inner), (b0, b1, b2), C.unit, C.simple) + at * b_step
-        y_row = row * num_cols + start
-        _forward_tile(pointers, (a_offset, b_offset), y_row, col, (row < num_rows) & (at < num_cols), C)
+        y = tl.where(kept(pointers[3], y_row, C.threshold, C.aligned, C.block), y, 0.0)
+    store(pointers[4], y_row + col, y, mask)
 
 
 @triton.jit
 def _gradients(pointers, offsets, y_row, col, mask, C: tl.constexpr):
-    """The gradients of a and b of a tile, in the compute type; `pointers` begin with dy, a, b and seed."""
+    """The gradients of a and b of a tile, in the compute type."""
     g = load(pointers[0], y_row + col, mask, C.wide)
     if C.scale != 1.0:
         g = g * C.scale
     if C.threshold > 0:
         g = tl.where(kept(pointers[3], y_row, C.threshold, C.aligned, C.block), g, 0.0)
-    a, b = _operands((pointers[1], pointers[2]), offsets, mask, C)
+    a, b = _operands(pointers, offsets, mask, C)
     return _derive(g, a, b, C)
 
 
 @triton.jit
-def _backward_tile(sources, targets, offsets, y_row, col, mask, C: tl.constexpr):
-    """da and db of a tile."""
-    da, db = _gradients(sources, offsets, y_row, col, mask, C)
-    if C.da:
-        store(targets[0], y_row + col, da, mask)
-    if C.db:
-        store(targets[1], y_row + col, db, mask)
+def _tile(pointers, offsets, y_row, col, mask, C: tl.constexpr):
+    """y of a tile, or da and db; `pointers` are those of the kernel."""
+    if C.backward:
+        da, db = _gradients(pointers, offsets, y_row, col, mask, C)
+        if C.da:
+            store(pointers[4], y_row + col, da, mask)
+        if C.db:
+            store(pointers[5], y_row + col, db, mask)
+    else:
+        _forward_tile(pointers, offsets, y_row, col, mask, C)
 
 
 @kernel("a_step", "b_step")
-def pointwise_bwd(
+def pointwise(
     dy_ptr,
     a_ptr,
     b_ptr,
     seed_ptr,
-    da_ptr,
-    db_ptr,
+    first_ptr,
+    second_ptr,
     num_rows,
     col_units,
     middle,
@@ -162,7 +120,7 @@ def pointwise_bwd(
     b_step,
     C: tl.constexpr,
 ):
-    """da and db, laid out like y and dy."""
+    """The first result is y; or, C.backward, they are da and db, laid out like y and dy."""
     ROWS: tl.constexpr = C.rows
     BLOCK: tl.constexpr = C.block
     num_cols = scalar(col_units, tl.int64) * C.unit
@@ -171,19 +129,19 @@ def pointwise_bwd(
     start = (program % tiles) * BLOCK
     col = tl.arange(0, BLOCK)[None, :]
     at = start + col
-    sources = (dy_ptr, a_ptr, b_ptr, seed_ptr)
-    targets = (da_ptr, db_ptr)
+    pointers = (dy_ptr, a_ptr, b_ptr, seed_ptr, first_ptr, second_ptr)
     if C.flat:
+        # One row: tiles begin with a block of random bits, and only the last needs a mask.
         if start + BLOCK <= num_cols:
-            _backward_tile(sources, targets, (at, at), start + tl.zeros([1, 1], tl.int64), col, None, C)
+            _tile(pointers, (at, at), start + tl.zeros([1, 1], tl.int64), col, None, C)
         else:
-            _backward_tile(sources, targets, (at, at), start + tl.zeros([1, 1], tl.int64), col, at < num_cols, C)
+            _tile(pointers, (at, at), start + tl.zeros([1, 1], tl.int64), col, at < num_cols, C)
     else:
         row = (program // tiles) * ROWS + tl.arange(0, ROWS)[:, None]
         a_offset = row_offset(row, (middle, inner), (a0, a1, a2), C.unit, C.simple) + at * a_step
         b_offset = row_offset(row, (middle, inner), (b0, b1, b2), C.unit, C.simple) + at * b_step
         y_row = row * num_cols + start
-        _backward_tile(sources, targets, (a_offset, b_offset), y_row, col, (row < num_rows) & (at < num_cols), C)
+        _tile(pointers, (a_offset, b_offset), y_row, col, (row < num_rows) & (at < num_cols), C)
 
 
 @kernel()
