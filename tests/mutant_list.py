@@ -158,7 +158,7 @@ _OF_TRITON = (
         "tests/test_triton.py::test_within_budget",
     ),
     Mutant(
-        "triton: h is normalised before it is rounded", f"{_TRITON}/row_norm_fwd.py",
+        "triton: h is normalised before it is rounded", f"{_TRITON}/row_norm_tiles.py",
         "        h = h.to(other_ptr.dtype.element_ty).to(C.acc)\n", "",
         "tests/test_triton.py::test_h_is_normalised_as_it_is",
     ),
@@ -168,12 +168,12 @@ _OF_TRITON = (
         "tests/test_triton.py::test_within_budget",
     ),
     Mutant(
-        "triton: dresidual lacks what arrives at h", f"{_TRITON}/row_norm_bwd.py",
+        "triton: dresidual lacks what arrives at h", f"{_TRITON}/row_norm_tiles.py",
         "    if C.has_dh:\n", "    if C.has_dh and not C.dother:\n",
         "tests/test_triton.py::test_within_budget -k add_layer_norm",
     ),
     Mutant(
-        "triton: backward of dropout does not scale", f"{_TRITON}/row_norm_bwd.py",
+        "triton: backward of dropout does not scale", f"{_TRITON}/row_norm_tiles.py",
         "dh * C.kept_scale, 0.0)", "dh, 0.0)",
         "tests/test_triton.py::test_within_budget -k add_layer_norm",
     ),

@@ -58,6 +58,8 @@ _DEVICES = {
     "gfx942": plan.Device(304, 64),
 }
 _AMD_SHARED_BYTES = 65536
+# Constants that make another kernel of one.
+_KINDS = ("looped", "codes", "columns", "joined", "backward")
 
 
 class Launch(NamedTuple):
@@ -299,12 +301,14 @@ def all_launches(arch: str) -> list[Launch]:
 
 
 def each_kernel(arch: str) -> list[Launch]:
-    """One launch of each kernel, and of each that loops over a row or makes codes."""
+    """One launch of each kernel, and of each that loops over a row, makes codes, sums columns or joins parts."""
     found: dict[Any, Launch] = {}
     for rows, cols in ((48, 1024), (3, 40000)):
         calls = [partial(each, rows, cols, torch.bfloat16) for each in (verbs, quantized, parts)]
         for launch in (launch for call in calls for launch in record(call, _DEVICES[arch])):
-            kind = (getattr(launch.constants, name, "") for name in ("looped", "codes"))
+            kind = (
+                getattr(launch.constants, name, "") for name in ("looped", "codes", "columns", "joined", "backward")
+            )
             found.setdefault((launch.kernel, *map(bool, kind)), launch)
     for launch in record(partial(heads, 2, 128, 64, torch.bfloat16), _DEVICES[arch]):
         found.setdefault((launch.kernel, False), launch)

@@ -10,7 +10,6 @@ from torch import Tensor
 from kernel_fusion.backends.triton import plan
 from kernel_fusion.backends.triton.kernels.constants import Codes
 from kernel_fusion.backends.triton.kernels.quantize import quantize_rows
-from kernel_fusion.backends.triton.kernels.row_norm_fwd import row_norm_fwd
 from kernel_fusion.backends.triton.launch import launch, row_tile
 from kernel_fusion.backends.triton.layout import rows_of, unit
 from kernel_fusion.backends.triton.row_norm import forward, forward_plan, launch_forward, of_norm, require_forward
@@ -65,7 +64,7 @@ def quantized_row_norm(
     h = input.new_empty(0) if residual is None else input.new_empty(input.shape, dtype=residual.dtype)
     results = y, h, scales if scale is None else scale, values.view(torch.uint8)
     codes = _codes(input, dtype, scale, group)
-    launch_forward(row_norm_fwd, call, results, stats=False, keeps=keeps, **codes)
+    launch_forward(call, results, stats=False, keeps=keeps, **codes)
     return values, scales, y, h
 
 

@@ -14,7 +14,6 @@ from torch._prims_common import suggest_memory_format
 from kernel_fusion.backends.triton import plan
 from kernel_fusion.backends.triton.kernels.constants import RowNormBackward, RowNormForward
 from kernel_fusion.backends.triton.kernels.row_norm_bwd import row_norm_bwd
-from kernel_fusion.backends.triton.kernels.row_norm_bwd_columns import row_norm_bwd_columns
 from kernel_fusion.backends.triton.kernels.row_norm_fwd import row_norm_fwd
 from kernel_fusion.backends.triton.launch import launch, row_tile
 from kernel_fusion.backends.triton.layout import Rows, product, rows_of, unit
@@ -184,7 +183,7 @@ def forward(call: NormCall, wants_stats: bool) -> tuple[Tensor, Tensor, Tensor]:
     y = torch.empty(input.shape, dtype=out_dtype, device=input.device)
     h = input.new_empty(0) if residual is None else input.new_empty(input.shape, dtype=residual.dtype)
     stats = input.new_empty(((1 if rms else 2) * wants_stats, count), dtype=compute_dtype(input.dtype))
-    launch_forward(row_norm_fwd, call, [y, h, stats, None], stats=wants_stats)
+    launch_forward(call, [y, h, stats, None], stats=wants_stats)
     bare = other_row(s, residual) is None and not around(compiled_in(s._asdict()))
     if rms and bare and input.dim() > 3:  # PyTorch's LayerNorm gives a contiguous result
         y = y.contiguous(memory_format=suggest_memory_format(input))
@@ -250,11 +249,11 @@ def forward_plan(c: NormCall) -> plan.Plan:
 
 
 def launch_forward(
-    kernel: Any, c: NormCall, results: Sequence[Tensor | None], layout: plan.Plan | None = None, **constants: Any
+    c: NormCall, results: Sequence[Tensor | None], layout: plan.Plan | None = None, **constants: Any
 ) -> None:
-    """Launch a kernel of forward, which fills `results`.
+    """Launch the kernel of forward, which fills `results`.
 
-    A `layout` is for a kernel whose programs have parts of rows, and which is not chained.
+    A `layout` is for programs that have parts of rows, and are not chained.
     """
     s, input, num_dims = c.stages, c.input, c.num_dims
     other, wide = other_row(s, c.residual), input.dtype == torch.float64
@@ -271,7 +270,7 @@ def launch_forward(
     compiled = RowNormForward(flat=rows.simple, unit=size, **row_tile(layout, cols), **constants)
     per_group = -(-numbers[0] // layout.rows) * beside
     args = tensors[0], tensors[-1], *of.parameters, s.seed, *results, per_group, *numbers
-    launch(kernel, (per_group * of.groups.count,), *args, constants=compiled, warps=layout.warps)
+    launch(row_norm_fwd, (per_group * of.groups.count,), *args, constants=compiled, warps=layout.warps)
 
 
 def _bytes(*tensors: Tensor | None) -> int:
@@ -373,9 +372,9 @@ class Backward(NamedTuple):
         programs = device.programs(layout, numbers[0], beside * groups)
         partials = self._partials(programs * groups * cols, wants)
         asked: dict[str, Any] = dict(zip(_GRADIENTS[2:], wants[2:], strict=True))
-        compiled = RowNormBackward(**asked, **row_tile(layout, cols), **constants)
+        compiled = RowNormBackward(columns=True, **asked, **row_tile(layout, cols), **constants)
         args = *given, *results[:2], *partials, beside, *numbers
-        launch(row_norm_bwd_columns, (beside * groups, programs), *args, constants=compiled, warps=layout.warps)
+        launch(row_norm_bwd, (beside * groups, programs), *args, constants=compiled, warps=layout.warps)
         _add_up(partials, programs, results, wants, groups > 1)
 
     def _partials(self, size: int, wants: Sequence[bool]) -> list[Tensor]:

@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernel_fusion.backends.triton import plan
-from kernel_fusion.backends.triton.kernels import row_norm_parts as kernels
 from kernel_fusion.backends.triton.kernels.constants import RowNormBackward
-from kernel_fusion.backends.triton.kernels.row_norm_fwd import row_norm_fwd
+from kernel_fusion.backends.triton.kernels.row_norm_bwd import row_norm_bwd
 from kernel_fusion.backends.triton.launch import launch, row_tile
 from kernel_fusion.backends.triton.layout import product
 from kernel_fusion.backends.triton.row_norm import Backward, launch_forward, of_norm, require_forward, with_stages
@@ -54,7 +53,7 @@ def moments(input: Tensor, residual: Tensor | None, num_dims: int, rms: bool, *s
     h = input.new_empty(0) if residual is None else input.new_empty(input.shape, dtype=residual.dtype)
     if input.numel() > 0:
         require_forward("triton_row_norm_moments", call)
-        launch_forward(row_norm_fwd, call, [None, h, sums, None], stats=True, part=True)
+        launch_forward(call, [None, h, sums, None], stats=True, part=True)
     return sums, h
 
 
@@ -73,7 +72,7 @@ def apply(call: NormCall, sums: Tensor) -> tuple[Tensor, Tensor]:
         require_forward("triton_row_norm_apply", call)
         cols, device = product(h.shape[h.dim() - num_dims :]), plan.device_of(h.device)
         layout = plan.norm_apply(cols, h.dtype.itemsize, device.warp_size, warps=4)
-        launch_forward(kernels.row_norm_apply, call, [y, sums, stats], layout, stats=True)
+        launch_forward(call, [y, sums, stats, None], layout, stats=True, joined=True)
     return y, stats
 
 
@@ -149,9 +148,9 @@ def backward_apply(
         per_group = -(-numbers[0] // layout.rows) * -(-cols // layout.block)
         wanted: dict[str, Any] = {"dx": made[0], "dother": made[1], "dweight": False, "dbias": False}
         laid = {"looped": layout.looped, **row_tile(layout, cols)}
-        compiled = RowNormBackward(has_dh=dh is not None, **wanted, **laid, **constants)
-        args = *given, dx, dother, sums, per_group, *numbers
-        launch(kernels.row_norm_bwd_apply, (per_group * groups,), *args, constants=compiled, warps=layout.warps)
+        compiled = RowNormBackward(joined=True, has_dh=dh is not None, **wanted, **laid, **constants)
+        args = *given, dx, dother, sums, None, per_group, *numbers
+        launch(row_norm_bwd, (per_group * groups,), *args, constants=compiled, warps=layout.warps)
         if wants[2]:
             call.sum_columns(arguments, (dx, dother, h, h, dgate), asked)  # h is not written
     return dx, dother, dgate

@@ -80,7 +80,7 @@ class RowNorm(Constants, Stages):
     Attributes:
         offset: added to the weight.
         has_weight, ...: whether there is one. With a residual, backward reads h.
-        part: whether other ranks have other columns.
+        part: whether other ranks have other columns, and rows' sums are wanted; joined: these are given, of all ranks.
     """
 
     rms: bool
@@ -94,6 +94,7 @@ class RowNorm(Constants, Stages):
     exact: bool
     has_residual: bool = False
     part: bool = False
+    joined: bool = False
 
     @property
     def first_factor(self) -> bool:
@@ -149,6 +150,7 @@ class RowNormBackward(RowNorm):
         stored: whether h is read as forward wrote it, or computed from x.
         has_dh: whether a gradient arrives at h.
         dgate: of the residual's gate.
+        columns: whether only columns are summed.
     """
 
     stored: bool
@@ -162,6 +164,7 @@ class RowNormBackward(RowNorm):
     again: bool = False
     looped: bool = False
     stages: int = 1
+    columns: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -13,8 +13,8 @@ HF: the n of dweight and of activation's argument, and that argument, are rounde
 h is recomputed from x or, with a residual, read. To sum columns too, programs are persistent: each walks through tiles
 of rows, with sums for dweight and dbias in registers, and writes one partial row; sum_partials adds those in order.
 Longer rows (plan.py) have a program each for dx, which reads them twice if registers do not hold them (LOOPED), and
-row_norm_bwd_columns sums their columns. Bytes per element: x and dy in, dx out; x and dy once more if columns are
-summed apart.
+another launch sums their columns. Bytes per element: x and dy in, dx out; x and dy once more if columns are summed
+apart, and for dgate also x beside h, and the gradient at h as it was rounded.
 """
 
 from __future__ import annotations
@@ -22,26 +22,29 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernel_fusion.backends.triton.kernels.activations import times_slope, value
 from kernel_fusion.backends.triton.kernels.chain import wait_for_previous_kernel
 from kernel_fusion.backends.triton.kernels.constants import kernel
-from kernel_fusion.backends.triton.kernels.dropout import kept
 from kernel_fusion.backends.triton.kernels.elementary import divide, quotient
-from kernel_fusion.backends.triton.kernels.row_norm_fwd import affine, normalised, weight_and_bias
+from kernel_fusion.backends.triton.kernels.row_norm_tiles import (
+    before_gate,
+    gradient,
+    rows_at,
+    statistics_of,
+    store_partials,
+    write,
+    write_factor,
+)
 from kernel_fusion.backends.triton.kernels.rows import (
     load,
+    means_over_ranks,
     of_all,
     of_group,
+    part_of,
     place,
-    row_of,
-    row_offset,
     scalar,
-    shifted,
-    store,
     store_sums,
     within,
 )
-from kernel_fusion.backends.triton.kernels.stages import factor, times_factor_slope
 
 
 @triton.jit
@@ -71,127 +74,6 @@ def _row_means(gwn, gw, count, each, C: tl.constexpr):
     if not C.rms:
         mean_gw = quotient(sum_gw, count, each)
     return mean_gwn, mean_gw
-
-
-@triton.jit
-def statistics_of(stats_ptr, row, num_stats, row_mask, C: tl.constexpr):
-    """Mean and rstd.
-
-    Not by `rows_at`: Inductor takes what a function reads for written if another of its results leads to a store.
-    """
-    if C.rms:
-        rstd = load(stats_ptr, row, row_mask, C.wide)
-        mean = tl.zeros_like(rstd)
-    else:
-        mean = load(stats_ptr, row, row_mask, C.wide)
-        rstd = load(stats_ptr, num_stats + row, row_mask, C.wide)
-    return mean, rstd
-
-
-@triton.jit
-def rows_at(sample, group, lengths, strides, steps, C: tl.constexpr):
-    """The rows of samples in a group: their numbers, where they begin in memory, and which exist.
-
-    They begin in dy, h and the other row, whose strides are given, and in dense results.
-    """
-    num_rows, num_cols, middle, inner = lengths
-    row_mask = sample < num_rows
-    row = row_of(sample, group, steps, C)
-    dy_row = row_offset(row, (middle, inner), strides[0], C.unit, C.flat)
-    h_row = row_offset(row, (middle, inner), strides[1], C.unit, C.flat)
-    other_row = row_offset(row, (middle, inner), strides[2], C.unit, C.flat)
-    return row, (dy_row, h_row, other_row, row * num_cols), row_mask
-
-
-@triton.jit
-def gradient(pointers, rows, start, at, statistics, mask, col_mask, C: tl.constexpr, LAST: tl.constexpr):
-    """n, n as it is rounded, g, g * w and the gradient of a last factor's row, of columns `at`, from `start` on.
-
-    `pointers`, here and below, are dy, h, the other row (x where forward stored h), dh, weight, bias, gate, seed, dx
-    and dother. Masked dy is read as zero, so g is zero there, and n finite.
-    """
-    dy_ptr, h_ptr, other_ptr, _, weight_ptr, bias_ptr, _, seed_ptr, _, _ = pointers
-    dy_row, h_row, other_row, out_row = rows
-    mean, rstd = statistics
-    dy_offset = dy_row + at
-    h_offset = h_row + at
-    position = out_row + start
-    if C.stored:
-        h = load(h_ptr, h_offset, mask, C.wide, LAST)
-    else:
-        of_forward = (h_ptr, other_ptr, seed_ptr, weight_ptr)  # without a residual there is no gate
-        h = normalised(of_forward, (h_offset, other_row + at), at, position, (mask, col_mask), C, C.block, LAST)
-    n = (h - mean) * rstd
-    g = load(dy_ptr, dy_offset, mask, C.wide, LAST)
-    weight, bias = weight_and_bias((weight_ptr, bias_ptr), at, col_mask, C)
-    rounded, z = affine(n, (weight, bias), C, h_ptr.dtype.element_ty)
-    if C.rounding == "hf":  # where masked it may have become infinite
-        rounded = tl.where(mask, rounded, 0.0)
-        z = tl.where(mask, z, 0.0)
-    if C.activation != "identity":
-        g = times_slope(g, z, C.activation)
-    dfactor = g
-    if C.last_factor:
-        row = load(other_ptr, other_row + at, mask, C.wide, LAST)
-        dfactor = times_factor_slope(g * z, row, C)
-        g = g * factor(row, C)
-    if C.has_weight:
-        gw = g * shifted(weight.to(g.dtype), C.offset)
-    else:
-        gw = g
-    return n, rounded, g, gw, dfactor
-
-
-@triton.jit
-def before_gate(pointers, other_row, at, position, mask, C: tl.constexpr, LAST: tl.constexpr):
-    """A tile of dropout(pre_activation(x)), which the residual's gate multiplies."""
-    u = value(load(pointers[2], other_row + at, mask, C.wide, LAST), C.pre_activation)
-    if C.threshold > 0:
-        u = tl.where(kept(pointers[7], position, C.threshold, C.aligned, C.block), u * C.kept_scale, 0.0)
-    return u
-
-
-@triton.jit
-def write(pointers, rows, start, at, n, gw, means, rstd, masks, C: tl.constexpr, LAST: tl.constexpr):
-    """dx, and the gradient of the residual or of a first factor's row, of a tile; returns what dgate sums up."""
-    _, h_ptr, other_ptr, dh_ptr, _, _, gate_ptr, seed_ptr, dx_ptr, dother_ptr = pointers
-    mask, col_mask = masks
-    _, h_row, other_row, out_row = rows
-    mean_gwn, mean_gw = means
-    other_offset = other_row + at
-    out_offset = out_row + at
-    position = out_row + start
-    dh = rstd * (gw - n * mean_gwn - mean_gw)
-    if C.has_dh:
-        dh += load(dh_ptr, out_offset, mask, C.wide, LAST)
-    if C.first_factor:
-        row = load(other_ptr, other_offset, mask, C.wide, LAST)
-        if C.dother:
-            x = load(h_ptr, h_row + at, mask, C.wide, LAST)
-            store(dother_ptr, out_offset, times_factor_slope(dh * x, row, C), mask, LAST)
-        dh = dh * factor(row, C)
-    elif C.dother and not C.last_factor:
-        store(dother_ptr, out_offset, dh, mask, LAST)
-    of_gate = dh
-    if C.dgate:
-        u = before_gate(pointers, other_row, at, position, mask, C, LAST)
-        of_gate = tl.where(mask, dh * u, 0.0)
-    if C.dx:
-        if C.gates_residual:
-            dh = dh * load(gate_ptr, at, col_mask, C.wide)
-        if C.threshold > 0:
-            dh = tl.where(kept(seed_ptr, position, C.threshold, C.aligned, C.block), dh * C.kept_scale, 0.0)
-        if C.pre_activation != "identity":
-            dh = times_slope(dh, load(other_ptr, other_offset, mask, C.wide), C.pre_activation)
-        store(dx_ptr, out_offset, dh, mask, LAST)
-    return of_gate
-
-
-@triton.jit
-def write_factor(pointers, rows, at, dfactor, mask, C: tl.constexpr, LAST: tl.constexpr):
-    """The gradient of a last factor, of a tile."""
-    if C.last_factor and C.dother:
-        store(pointers[9], rows[3] + at, dfactor, mask, LAST)
 
 
 @triton.jit
@@ -275,27 +157,97 @@ def _whole_rows(pointers, rows, col, statistics, row_mask, sums, num_cols, count
 
 
 @triton.jit
-def store_partials(pointers, program, programs, at, sums, num_cols, width, C: tl.constexpr):
-    """A program's partial rows of dweight, of dbias, which lie behind those of dweight, and of dgate, at columns `at`.
-
-    A row of all groups is `width` long. Sums by rows of a tile are added up.
-    """
-    partials_ptr, of_gate_ptr = pointers
-    dweight, dbias, dgate = sums
-    if C.dweight:
-        tl.store(partials_ptr + program * width + at, _down(dweight), mask=at < num_cols)
-    if C.dbias:
-        first = programs if C.dweight else 0
-        tl.store(partials_ptr + (first + program) * width + at, _down(dbias), mask=at < num_cols)
-    if C.dgate:
-        tl.store(of_gate_ptr + program * width + at, _down(dgate), mask=at < num_cols)
+def _rows(pointers, partials, here, lengths, strides, steps, counts, C: tl.constexpr):
+    """dx and dother; unless rows are looped over, partial sums of their columns too."""
+    ROWS: tl.constexpr = C.rows
+    BLOCK: tl.constexpr = C.block
+    PIECES: tl.constexpr = C.pieces
+    num_rows = lengths[0]
+    num_cols = lengths[1]
+    number, group, groups, per_group = here
+    count, each = counts
+    program = number.to(tl.int64)
+    programs = tl.num_programs(0)
+    if C.grouped:
+        programs = per_group
+    col = tl.arange(0, BLOCK)[None, :]
+    dweight = ()
+    dbias = ()
+    dgate = ()
+    for _piece in tl.static_range(PIECES):
+        dweight = dweight + (tl.zeros([BLOCK if C.dweight else 1], C.acc),)
+        dbias = dbias + (tl.zeros([BLOCK if C.dbias else 1], C.acc),)
+        dgate = dgate + (tl.zeros([BLOCK if C.dgate else 1], C.acc),)
+    wait_for_previous_kernel(C.chained)
+    for tile in tl.range(program, tl.cdiv(num_rows, ROWS), programs, num_stages=C.stages):
+        sample = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
+        row, rows, row_mask = rows_at(sample, group, lengths, strides, steps, C)
+        statistics = statistics_of(pointers[10], row, of_all(num_rows, groups, C), row_mask, C)
+        if C.looped:
+            sums = _long_rows(pointers, rows, col, statistics, row_mask, num_cols, count, each, C)
+        else:
+            kept_sums = (dweight, dbias, dgate)
+            dweight, dbias, dgate, sums = _whole_rows(
+                pointers, rows, col, statistics, row_mask, kept_sums, num_cols, count, each, C
+            )
+        if C.part and C.dx:
+            store_sums(pointers[8], row, of_all(num_rows, groups, C), num_cols, row_mask, sums, C)
+    width = of_all(num_cols, groups, C)
+    for i in tl.static_range(PIECES):
+        at = i * BLOCK + tl.arange(0, BLOCK)
+        store_partials(partials, program, programs, at, (dweight[i], dbias[i], dgate[i]), num_cols, width, C)
 
 
 @triton.jit
-def _down(sums):
-    if len(sums.shape) == 2:
-        sums = tl.sum(sums, axis=0)
-    return sums
+def _columns(pointers, partials, here, lengths, strides, steps, C: tl.constexpr):
+    """The partial sums alone: a program has a block of columns, and some tiles of rows."""
+    ROWS: tl.constexpr = C.rows
+    BLOCK: tl.constexpr = C.block
+    num_rows = lengths[0]
+    num_cols = lengths[1]
+    number, group, groups, _per_group = here
+    start = number * BLOCK
+    program = tl.program_id(1).to(tl.int64)
+    programs = tl.num_programs(1)
+    col = start + tl.arange(0, BLOCK)[None, :]
+    dweight = tl.zeros([ROWS, BLOCK], C.acc)
+    dbias = tl.zeros([ROWS, BLOCK], C.acc)
+    dgate = tl.zeros([ROWS, BLOCK], C.acc)
+    for tile in range(program, tl.cdiv(num_rows, ROWS), programs):
+        sample = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
+        row, rows, row_mask = rows_at(sample, group, lengths, strides, steps, C)
+        statistics = statistics_of(pointers[10], row, of_all(num_rows, groups, C), row_mask, C)
+        col_mask = within(col, num_cols, C.exact)
+        mask = row_mask & col_mask
+        _, rounded, g, _, _ = gradient(pointers, rows, start, col, statistics, mask, col_mask, C, True)
+        if C.dweight:
+            dweight += g * rounded
+        if C.dbias:
+            dbias += g
+        if C.dgate:
+            u = before_gate(pointers, rows[2], col, rows[3] + start, mask, C, True)
+            dgate += load(pointers[9], rows[3] + col, mask, C.wide, True) * u
+    at = start + tl.arange(0, BLOCK)
+    store_partials(partials, program, programs, at, (dweight, dbias, dgate), num_cols, of_all(num_cols, groups, C), C)
+
+
+@triton.jit
+def _joined(pointers, sums_ptr, here, lengths, strides, steps, C: tl.constexpr):
+    """dx and dother of rows whose other columns are on other ranks, from sums over all of them; the last rows first."""
+    num_rows = lengths[0]
+    num_cols = lengths[1]
+    number, group, groups, _ = here
+    sample, start = part_of(number, num_cols, C)
+    at = start + tl.arange(0, C.block)[None, :]
+    col_mask = within(at, num_cols, C.exact)
+    row, rows, row_mask = rows_at(sample, group, lengths, strides, steps, C)
+    statistics = statistics_of(pointers[10], row, of_all(num_rows, groups, C), row_mask, C)
+    mask = row_mask & col_mask
+    mean_gwn, mean_gw = means_over_ranks(sums_ptr, row, of_all(num_rows, groups, C), row_mask, C)
+    means = (mean_gwn.to(C.acc), mean_gw.to(C.acc))
+    n, _, _, gw, dfactor = gradient(pointers, rows, start, at, statistics, mask, col_mask, C, True)
+    write_factor(pointers, rows, at, dfactor, mask, C, True)
+    write(pointers, rows, start, at, n, gw, means, statistics[1], (mask, col_mask), C, True)
 
 
 @kernel()
@@ -334,53 +286,29 @@ def row_norm_bwd(
     gate_pitch,
     C: tl.constexpr,
 ):
-    """dx and dother; unless rows are looped over, partial sums too. `num_rows` counts samples: rows in every group.
+    """Backward, or a part of it. `num_rows` counts samples: rows in every group. Lengths and strides count units.
 
-    C.part: `dx_ptr` gets the rows' sums of gwn and gw, for `row_norm_bwd_apply`.
+    C.columns: partial sums alone. C.part: `dx_ptr` gets the rows' sums of gwn and gw. C.joined: `partials_ptr` has
+    these, added up over the ranks, for dx and dother alone.
     """
-    ROWS: tl.constexpr = C.rows
-    BLOCK: tl.constexpr = C.block
-    PIECES: tl.constexpr = C.pieces
     num_cols = col_units * C.unit
     # Divided before anything is waited for.
     count = scalar(num_cols, C.acc)
     each = divide(tl.full([1, 1], 1.0, C.acc), count)
-    number, group, groups = place(per_group, C)
-    program = number.to(tl.int64)
-    programs = tl.num_programs(0)
-    if C.grouped:
-        programs = per_group
-    col = tl.arange(0, BLOCK)[None, :]
+    number, group, groups = place(per_group, C, C.joined)
+    here = (number, group, groups, per_group)
     weight = of_group(weight_ptr, group, weight_pitch * C.unit, C)
     bias = of_group(bias_ptr, group, bias_pitch * C.unit, C)
     gate = of_group(gate_ptr, group, gate_pitch * C.unit, C)
-    pointers = (dy_ptr, h_ptr, other_ptr, dh_ptr, weight, bias, gate, seed_ptr, dx_ptr, dother_ptr)
+    pointers = (dy_ptr, h_ptr, other_ptr, dh_ptr, weight, bias, gate, seed_ptr, dx_ptr, dother_ptr, stats_ptr)
     lengths = (num_rows, num_cols, middle, inner)
     strides = ((g0, g1, g2), (h0, h1, h2), (o0, o1, o2))
-    dweight = ()
-    dbias = ()
-    dgate = ()
-    for _piece in tl.static_range(PIECES):
-        dweight = dweight + (tl.zeros([BLOCK if C.dweight else 1], C.acc),)
-        dbias = dbias + (tl.zeros([BLOCK if C.dbias else 1], C.acc),)
-        dgate = dgate + (tl.zeros([BLOCK if C.dgate else 1], C.acc),)
-    wait_for_previous_kernel(C.chained)
-    for tile in tl.range(program, tl.cdiv(num_rows, ROWS), programs, num_stages=C.stages):
-        sample = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
-        steps = (sample_step, group_step)
-        row, rows, row_mask = rows_at(sample, group, lengths, strides, steps, C)
-        statistics = statistics_of(stats_ptr, row, of_all(num_rows, groups, C), row_mask, C)
-        if C.looped:
-            sums = _long_rows(pointers, rows, col, statistics, row_mask, num_cols, count, each, C)
+    steps = (sample_step, group_step)
+    if C.joined:
+        _joined(pointers, partials_ptr, here, lengths, strides, steps, C)
+    else:
+        partials = (of_group(partials_ptr, group, num_cols, C), of_group(dgate_partials_ptr, group, num_cols, C))
+        if C.columns:
+            _columns(pointers, partials, here, lengths, strides, steps, C)
         else:
-            kept_sums = (dweight, dbias, dgate)
-            dweight, dbias, dgate, sums = _whole_rows(
-                pointers, rows, col, statistics, row_mask, kept_sums, num_cols, count, each, C
-            )
-        if C.part and C.dx:
-            store_sums(dx_ptr, row, of_all(num_rows, groups, C), num_cols, row_mask, sums, C)
-    partials = (of_group(partials_ptr, group, num_cols, C), of_group(dgate_partials_ptr, group, num_cols, C))
-    width = of_all(num_cols, groups, C)
-    for i in tl.static_range(PIECES):
-        at = i * BLOCK + tl.arange(0, BLOCK)
-        store_partials(partials, program, programs, at, (dweight[i], dbias[i], dgate[i]), num_cols, width, C)
+            _rows(pointers, partials, here, lengths, strides, steps, (count, each), C)

@@ -10,7 +10,7 @@ once, and the variance is that of deviations from the mean. Longer rows (LOOPED)
 first for the sums of deviations and their squares, then, from the L2 cache, to be normalised. The sums are about the
 mean of the row's first block, within sqrt(N / BLOCK) standard deviations of the row's, so moving them there leaves
 enough digits. h is rounded to the residual's type before the statistics, y once. Bytes per element: x and the other row
-in, y and h out.
+in, y and h out; of rows whose other columns are on other ranks, x or h is read once more.
 """
 
 from __future__ import annotations
@@ -21,44 +21,24 @@ import triton.language as tl
 from kernel_fusion.backends.triton.kernels.activations import value
 from kernel_fusion.backends.triton.kernels.chain import let_next_kernel_start, wait_for_previous_kernel
 from kernel_fusion.backends.triton.kernels.constants import kernel
-from kernel_fusion.backends.triton.kernels.dropout import kept
 from kernel_fusion.backends.triton.kernels.elementary import divide, quotient, reciprocal_sqrt
 from kernel_fusion.backends.triton.kernels.quantize import store_codes
+from kernel_fusion.backends.triton.kernels.row_norm_tiles import affine, normalised, store_statistics, weight_and_bias
 from kernel_fusion.backends.triton.kernels.rows import (
     load,
+    means_over_ranks,
     of_all,
     of_group,
+    part_of,
     place,
     row_of,
     row_offset,
     scalar,
-    shifted,
     store,
     store_sums,
     within,
 )
 from kernel_fusion.backends.triton.kernels.stages import factor
-
-
-@triton.jit
-def normalised(pointers, offsets, at, position, masks, C: tl.constexpr, BLOCK: tl.constexpr, LAST: tl.constexpr):
-    """h of a tile, BLOCK columns wide, of x and the other row: `pointers`, the seed's the third. LAST as for `load`.
-
-    `position` is that of column 0 of every row, for dropout.
-    """
-    x_ptr, other_ptr, seed_ptr, gate_ptr = pointers
-    mask, col_mask = masks
-    h = value(load(x_ptr, offsets[0], mask, C.wide, LAST), C.pre_activation)
-    if C.threshold > 0:
-        h = tl.where(kept(seed_ptr, position, C.threshold, C.aligned, BLOCK), h * C.kept_scale, 0.0)
-    if C.has_residual:
-        if C.gates_residual:
-            h = h * load(gate_ptr, at, col_mask, C.wide)
-        h = load(other_ptr, offsets[1], mask, C.wide, LAST) + h
-        h = h.to(other_ptr.dtype.element_ty).to(C.acc)
-    if C.first_factor:
-        h = h * factor(load(other_ptr, offsets[1], mask, C.wide, LAST), C)
-    return h
 
 
 @triton.jit
@@ -122,49 +102,6 @@ def _deviations(hs, mean, col, num_cols, C: tl.constexpr):
             deviation = tl.where(i * C.block + col < num_cols, deviation, 0.0)
         deviations = deviations + (deviation,)
     return deviations
-
-
-@triton.jit
-def weight_and_bias(pointers, col, mask, C: tl.constexpr):
-    """Weight and bias of some columns, as stored; nothing is read if they are absent."""
-    weight = col
-    bias = col
-    if C.has_weight:
-        weight = tl.load(pointers[0] + col, mask=mask, other=0.0)
-    if C.has_bias:
-        bias = tl.load(pointers[1] + col, mask=mask, other=0.0)
-    return weight, bias
-
-
-@triton.jit
-def store_statistics(ptr, row, num_rows, row_mask, statistics, C: tl.constexpr):
-    """Mean and rstd of rows, one after the other; for RMSNorm rstd alone."""
-    mean, rstd = statistics
-    if C.rms:
-        store(ptr, row, rstd, row_mask)
-    else:
-        store(ptr, row, mean, row_mask)
-        store(ptr, num_rows + row, rstd, row_mask)
-
-
-@triton.jit
-def affine(n, parameters, C: tl.constexpr, ROW: tl.constexpr):
-    """norm(h) of a tile, n, and the activation's argument; `parameters` are weight and bias.
-
-    If the norm rounds twice, n is rounded to ROW, the type of h or of x, and the argument to the promoted type of that
-    and the weight's.
-    """
-    weight, bias = parameters
-    if C.rounding == "hf":
-        n = n.to(ROW).to(n.dtype)
-    z = n
-    if C.has_weight:
-        z = z * shifted(weight.to(z.dtype), C.offset)
-    if C.has_bias:
-        z = z + bias.to(z.dtype)
-    if C.rounding == "hf" and C.has_weight and weight.dtype == ROW:
-        z = z.to(ROW).to(z.dtype)
-    return n, z
 
 
 @triton.jit
@@ -293,6 +230,75 @@ def _whole_rows(pointers, parameters, results, rows, row_mask, start, col, num_c
     return mean, rstd
 
 
+@triton.jit
+def _rows(pointers, parameters, results, number, here, lengths, strides, counts, C: tl.constexpr):
+    """y, or its codes, and h of whole rows, and their statistics; of parts of rows h and sums."""
+    ROWS: tl.constexpr = C.rows
+    SLICES: tl.constexpr = C.slices
+    WIDTH: tl.constexpr = C.block // C.slices
+    num_rows, num_cols, middle, inner = lengths
+    group, all_rows, steps = here
+    y_ptr, h_ptr, stats_ptr, codes_ptr = results
+    count, each = counts
+    sample = number.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    row_mask = sample < num_rows
+    row = row_of(sample, group, steps, C)
+    start = tl.arange(0, SLICES)[:, None] * WIDTH
+    col = start + tl.arange(0, WIDTH)[None, :]
+    x_row = row_offset(row, (middle, inner), strides[0], C.unit, C.flat)
+    other_row = row_offset(row, (middle, inner), strides[1], C.unit, C.flat)
+    rows = (x_row, other_row, row * num_cols)
+    written = (y_ptr, h_ptr, (codes_ptr, stats_ptr, all_rows, row))
+    wait_for_previous_kernel(C.chained)
+    let_next_kernel_start(C.chained and C.releases)
+    if C.looped:
+        mean, rstd = _long_rows(pointers, parameters, written, rows, row_mask, col, num_cols, count, each, C)
+    else:
+        mean, rstd = _whole_rows(pointers, parameters, written, rows, row_mask, start, col, num_cols, count, each, C)
+    if C.part:
+        # The variance replaces rstd. In float64 moments move to zero without loss of digits.
+        shift = mean.to(tl.float64)
+        squares = (rstd.to(tl.float64) + shift * shift) * count.to(tl.float64)
+        store_sums(stats_ptr, row, all_rows, num_cols, row_mask, (squares, shift * count.to(tl.float64)), C)
+    elif C.stats:
+        store_statistics(stats_ptr, row, all_rows, row_mask, (mean, rstd), C)
+
+
+@triton.jit
+def _joined(pointers, parameters, results, number, here, lengths, strides, C: tl.constexpr):
+    """y and the statistics of rows whose other columns are on other ranks, from sums over all of them.
+
+    They are read from h as it was written, or else from x. The sums take the place of h in `results`. The last rows
+    come first, because some are still in the L2 cache. Rows are asked for before the sums are divided, which branches.
+    """
+    num_rows, num_cols, middle, inner = lengths
+    group, all_rows, steps = here
+    y_ptr, sums_ptr, stats_ptr, _ = results
+    sample, start = part_of(number, num_cols, C)
+    row_mask = sample < num_rows
+    row = row_of(sample, group, steps, C)
+    at = start + tl.arange(0, C.block)[None, :]
+    col_mask = within(at, num_cols, C.exact)
+    mask = row_mask & col_mask
+    h_offset = row_offset(row, (middle, inner), strides[0], C.unit, C.flat) + at
+    other_offset = row_offset(row, (middle, inner), strides[1], C.unit, C.flat) + at
+    h = normalised(pointers, (h_offset, other_offset), at, row * num_cols + start, (mask, col_mask), C, C.block, True)
+    vectors = weight_and_bias(parameters, at, col_mask, C)
+    variance, mean = means_over_ranks(sums_ptr, row, all_rows, row_mask, C)
+    if not C.rms:
+        variance -= mean * mean
+        variance = tl.where(variance < 0.0, 0.0, variance)
+    mean = mean.to(C.acc)
+    rstd = reciprocal_sqrt(variance.to(C.acc) + C.eps)
+    _, z = affine((h - mean) * rstd, vectors, C, pointers[0].dtype.element_ty)
+    y = value(z, C.activation)
+    if C.last_factor:
+        y = y * factor(load(pointers[1], other_offset, mask, C.wide, True), C)
+    store(y_ptr, row * num_cols + at, y, mask, LAST=True)
+    if not C.looped or start == 0:
+        store_statistics(stats_ptr, row, all_rows, row_mask, (mean, rstd), C)
+
+
 @kernel()
 def row_norm_fwd(
     x_ptr,
@@ -326,40 +332,22 @@ def row_norm_fwd(
     """y, h where there is a residual, and the statistics if C.stats. Lengths and strides count units.
 
     `num_rows` is that of samples, each of which has a row in every group. C.part: h, and instead of statistics the sums
-    of squares and of values, for `row_norm_apply`. C.codes: codes of y, and instead of statistics their scales, which
-    may be given; y, if C.keeps.
+    of squares and of values. C.joined: these, added up over the ranks, take the place of h, and y comes of them.
+    C.codes: codes of y, and instead of statistics their scales, which may be given; y, if C.keeps.
     """
-    ROWS: tl.constexpr = C.rows
-    SLICES: tl.constexpr = C.slices
-    WIDTH: tl.constexpr = C.block // C.slices
     num_cols = col_units * C.unit
     # Divided before anything is waited for; the compiler would move an approximate division between the sums.
     count = scalar(num_cols, C.acc)
     each = divide(tl.full([1, 1], 1.0, C.acc), count)
-    number, group, groups = place(per_group, C)
-    sample = number.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    row_mask = sample < num_rows
-    row = row_of(sample, group, (sample_step, group_step), C)
-    all_rows = of_all(num_rows, groups, C)
-    start = tl.arange(0, SLICES)[:, None] * WIDTH
-    col = start + tl.arange(0, WIDTH)[None, :]
-    x_row = row_offset(row, (middle, inner), (x0, x1, x2), C.unit, C.flat)
-    other_row = row_offset(row, (middle, inner), (o0, o1, o2), C.unit, C.flat)
-    rows = (x_row, other_row, row * num_cols)
-    results = (y_ptr, h_ptr, (codes_ptr, stats_ptr, all_rows, row))
+    number, group, groups = place(per_group, C, C.joined)
+    here = (group, of_all(num_rows, groups, C), (sample_step, group_step))
     weight = of_group(weight_ptr, group, weight_pitch * C.unit, C)
     parameters = (weight, of_group(bias_ptr, group, bias_pitch * C.unit, C))
     pointers = (x_ptr, other_ptr, seed_ptr, of_group(gate_ptr, group, gate_pitch * C.unit, C))
-    wait_for_previous_kernel(C.chained)
-    let_next_kernel_start(C.chained and C.releases)
-    if C.looped:
-        mean, rstd = _long_rows(pointers, parameters, results, rows, row_mask, col, num_cols, count, each, C)
+    results = (y_ptr, h_ptr, stats_ptr, codes_ptr)
+    lengths = (num_rows, num_cols, middle, inner)
+    strides = ((x0, x1, x2), (o0, o1, o2))
+    if C.joined:
+        _joined(pointers, parameters, results, number, here, lengths, strides, C)
     else:
-        mean, rstd = _whole_rows(pointers, parameters, results, rows, row_mask, start, col, num_cols, count, each, C)
-    if C.part:
-        # The variance replaces rstd. In float64 moments move to zero without loss of digits.
-        shift = mean.to(tl.float64)
-        squares = (rstd.to(tl.float64) + shift * shift) * count.to(tl.float64)
-        store_sums(stats_ptr, row, all_rows, num_cols, row_mask, (squares, shift * count.to(tl.float64)), C)
-    elif C.stats:
-        store_statistics(stats_ptr, row, all_rows, row_mask, (mean, rstd), C)
+        _rows(pointers, parameters, results, number, here, lengths, strides, (count, each), C)

@@ -46,6 +46,21 @@ def place(per_group, C: tl.constexpr, REVERSED: tl.constexpr = False):
 
 
 @triton.jit
+def part_of(number, num_cols, C: tl.constexpr):
+    """The samples of a program that has some blocks of columns, and the first of these.
+
+    C.looped: other programs have other columns of these rows.
+    """
+    ROWS: tl.constexpr = C.rows
+    start = tl.full([], 0, tl.int32)
+    if C.looped:
+        blocks = tl.cdiv(num_cols, C.block)
+        start = number % blocks * C.block
+        number = number // blocks
+    return number.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None], start
+
+
+@triton.jit
 def row_of(sample, group, steps, C: tl.constexpr):
     """The row of a sample in a group; `steps` lead to the next sample and group."""
     if C.grouped:
