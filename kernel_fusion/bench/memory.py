@@ -5,7 +5,9 @@ A CUDA device reports its peak. On a CPU the peak is the bytes of saved tensors,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +16,9 @@ from kernel_fusion.bench import check
 from kernel_fusion.bench.providers import Provider
 from kernel_fusion.bench.results import Results
 from kernel_fusion.bench.timing import Setup
-from kernel_fusion.bench.workloads import Inputs, Workload
+from kernel_fusion.bench.workloads import Call, Inputs, Workload
+
+_Result = TypeVar("_Result")
 
 METHODS = {
     "saved": "bytes of the tensors that autograd saved, inputs apart",
@@ -37,38 +41,48 @@ def training_bytes(provider: Provider, workload: Workload, inputs: Inputs) -> in
     """Bytes that one forward and backward add to the inputs."""
     device = inputs.cotangents[0].device
     if device.type != "cuda":
-        return _bytes_kept(provider, workload, inputs, with_results=True)
+        return saved_bytes(provider, workload, inputs, with_results=True)
     call = provider.prepare("forward+backward", workload, inputs)
+    before = torch.cuda.memory_allocated(device)
+    return peak_bytes(call, device) - before
+
+
+def peak_bytes(call: Call, device: torch.device) -> int:
+    """The most memory allocated on a CUDA device during a call."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
     call()
     torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
+    return torch.cuda.max_memory_allocated(device)
 
 
-def saved_bytes(provider: Provider, workload: Workload, inputs: Inputs) -> int:
-    """Bytes, without inputs, that autograd keeps for backward; an output counts if backward reads it."""
-    return _bytes_kept(provider, workload, inputs, with_results=False)
+def saved_bytes(provider: Provider, workload: Workload, inputs: Inputs, with_results: bool = False) -> int:
+    """Bytes, without inputs, that autograd keeps for backward and, if wanted, of results and gradients.
+
+    Each storage counts once; an output that backward reads is kept.
+    """
+    inputs = provider.accepted(workload, inputs)
+    outputs, saved = saving(partial(inputs.call, provider.function(workload)))
+    if with_results:
+        saved |= storages((*outputs, *inputs.gradients(outputs, retain_graph=True)))
+    return sum(saved[at] for at in saved.keys() - storages(inputs.tensors))
 
 
-def _bytes_kept(provider: Provider, workload: Workload, inputs: Inputs, with_results: bool) -> int:
-    """Bytes of the storages that autograd saved and, if wanted, of results and gradients; each counts once."""
-    storages: dict[int, int] = {}
+def saving(forward: Callable[[], _Result]) -> tuple[_Result, dict[int, int]]:
+    """The results of a forward, and the bytes of the storages that autograd saved, by address.
+
+    The graph keeps what it saved until the results go, so no two storages share an address.
+    """
+    saved: dict[int, int] = {}
 
     def count(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
+        saved.update(storages([tensor]))
         return tensor.detach()  # otherwise result and saved tensor keep each other alive
 
-    inputs = provider.accepted(workload, inputs)
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        # The graph keeps what it saved until the results go, so no two storages share an address.
-        outputs = inputs.call(provider.function(workload))
-    if with_results:
-        gradients = inputs.gradients(outputs, retain_graph=True)
-        for result in (*outputs, *gradients):
-            count(result)
-    for tensor in inputs.tensors:
-        storages.pop(tensor.untyped_storage().data_ptr(), None)
-    return sum(storages.values())
+        return forward(), saved
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """The bytes of the tensors' storages, by address."""
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}

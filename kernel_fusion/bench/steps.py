@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 import kernel_fusion as kf
-from kernel_fusion.bench import timing
+from kernel_fusion.bench import memory, timing
 from kernel_fusion.bench.results import COMPILED, OURS, REFERENCE, Results
 from kernel_fusion.bench.step_models import Step
 from kernel_fusion.bench.timing import Setup
@@ -98,27 +98,14 @@ class Training:
 
     def peak_bytes(self, trainee: Trainee) -> int | None:
         """The most memory allocated in a step, if the device reports it."""
-        if self.device.type != "cuda":
-            return None
-        torch.cuda.synchronize(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        self.train(trainee)
-        torch.cuda.synchronize(self.device)
-        return torch.cuda.max_memory_allocated(self.device)
+        return memory.peak_bytes(partial(self.train, trainee), self.device) if self.device.type == "cuda" else None
 
     def saved_bytes(self, trainee: Trainee) -> int:
         """Bytes that autograd keeps between forward and backward, without parameters and inputs."""
-        known = (*self.model.parameters(), *self.model.buffers(), *self.inputs.values())
-        storages: dict[int, int] = {}
-
-        def count(t: Tensor) -> Tensor:
-            storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-            return t.detach()  # otherwise result and saved tensor keep each other alive
-
-        with trainee.during(), torch.autograd.graph.saved_tensors_hooks(count, lambda t: t):
-            loss = self.loss(trainee)
-        del loss  # holds what was saved, so that no address comes twice
-        return sum(storages.values()) - sum(storages.get(t.untyped_storage().data_ptr(), 0) for t in set(known))
+        known = memory.storages((*self.model.parameters(), *self.model.buffers(), *self.inputs.values()))
+        with trainee.during():
+            _loss, saved = memory.saving(partial(self.loss, trainee))
+        return sum(saved[at] for at in saved.keys() - known)
 
 
 def measure(results: Results, workload: Workload, setup: Setup) -> Iterator[str]:
@@ -135,11 +122,11 @@ def measure(results: Results, workload: Workload, setup: Setup) -> Iterator[str]
             results.fail(setup, name, workload, timing.reason(error))
         yield f"{name}, loss"
     right = _right(results, workload, setup, losses)
-    memory = {}
+    taken = {}
     for trainee in right:
         for _ in range(_WARM_UP):
             training.train(trainee)
-        memory[trainee] = training.saved_bytes(trainee), training.peak_bytes(trainee)
+        taken[trainee] = training.saved_bytes(trainee), training.peak_bytes(trainee)
     yield "memory"
     calls: Mapping[str, Callable[[], Call]] = {t.name: partial(partial, training.train, t) for t in right}
     outcomes = timing.time_calls(calls, setup.effort, setup.device)
@@ -149,7 +136,7 @@ def measure(results: Results, workload: Workload, setup: Setup) -> Iterator[str]
             results.fail(setup, trainee.name, workload, outcome)
             continue
         contender = cast("Any", trainee)
-        results.add(setup, workload, "step", contender, outcome, [comparison], *memory[trainee], loss=losses[trainee])
+        results.add(setup, workload, "step", contender, outcome, [comparison], *taken[trainee], loss=losses[trainee])
     yield "time"
 
 
