@@ -298,7 +298,7 @@ def test_a_contender_without_backward_is_measured_forward() -> None:
 def test_libraries_of_norms_have_no_operations() -> None:
     """They are asked for bare norms and what they name; torch.compile for everything."""
     (norm, *_) = SUITES["large"].workloads("cuda", [BF16], ["layer_norm"])
-    library = peers._library("peer", "0", lambda case: F.layer_norm, {"gelu": F.gelu})
+    library = peers._library("peer", "torch", {"layer_norm": lambda eps: F.layer_norm}, {"gelu": F.gelu})
     assert library.measures(norm)
     assert library.measures(operation("gelu"))
     assert not library.measures(operation("layer_norm"))

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from bench_support import BF16, CPU, EFFORT, FP32, norm
 from torch import Tensor
 
-from kernel_fusion.bench import check, operations, peers, quantised, rotary, stages
+from kernel_fusion.bench import check, machine, operations, peers, quantised, rotary, stages
 from kernel_fusion.bench.workloads import Inputs, Operation, Workload
 from kernel_fusion.testing import unfused
 
@@ -201,7 +201,7 @@ def _assert_right(provider: peers.Provider, workload: Workload, inputs: Inputs |
 def test_norms(name: str, verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results and gradients are within the budget of ours; a version that no distribution has is unknown."""
     _install(monkeypatch, _STAND_INS[name]())
-    monkeypatch.setattr(peers.metadata, "version", Mock(side_effect=peers.metadata.PackageNotFoundError))
+    monkeypatch.setattr(machine.metadata, "version", Mock(side_effect=machine.metadata.PackageNotFoundError))
     ((provider,), states) = peers.find([name], torch.device("cuda"))
     assert provider.version == "unknown version"
     assert states[name].startswith("unknown version")

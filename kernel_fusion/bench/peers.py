@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
-from importlib import metadata
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kernel_fusion.bench import quantised, rotary
+from kernel_fusion.bench.machine import installed
 from kernel_fusion.bench.operations import case_of
 from kernel_fusion.bench.providers import Provider, ours
 from kernel_fusion.bench.results import BASELINE
@@ -28,7 +28,9 @@ from kernel_fusion.errors import BuildError
 from kernel_fusion.native import build
 from kernel_fusion.native.library import say
 from kernel_fusion.operators import loader
-from kernel_fusion.testing.oracle import RowNormCase, default_eps
+from kernel_fusion.testing.oracle import default_eps
+
+Norms = Mapping[str, Callable[[float], Function]]  # by verb, given eps
 
 
 def find(names: Sequence[str], device: torch.device) -> tuple[list[Provider], dict[str, str]]:
@@ -118,11 +120,10 @@ def _liger() -> Provider:
     modulated = of("modulated_rms_norm", "LigerModulatedRMSNormFunction")
     rope = of("rope", "LigerRopeFunction")
 
-    def norm(case: RowNormCase) -> Function:
-        eps = default_eps(case)
-        if case.verb == "layer_norm":
-            return lambda x, weight, bias: layer_norm(x, weight, bias, eps)
-        return lambda x, weight: rms_norm(x, weight, eps, *_LIGER_RMS)
+    norms: Norms = {
+        "layer_norm": lambda eps: lambda x, weight, bias: layer_norm(x, weight, bias, eps),
+        "rms_norm": lambda eps: lambda x, weight: rms_norm(x, weight, eps, *_LIGER_RMS),
+    }
 
     def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         heads = (t.transpose(0, 1)[None] for t in (query, key))  # in memory, tokens stay first
@@ -136,7 +137,7 @@ def _liger() -> Provider:
         ),
         **dict.fromkeys(_ROPE_OF_BOTH, rotated),
     }
-    return _library("liger", _version("liger-kernel"), norm, calls, in_place=_ROPE_OF_BOTH)
+    return _library("liger", "liger-kernel", norms, calls, in_place=_ROPE_OF_BOTH)
 
 
 def _fla() -> Provider:
@@ -146,7 +147,7 @@ def _fla() -> Provider:
         "gated rms_norm": lambda x, gate, weight: gated(x, gate, weight, None, "swish", eps=EPS),
         rotary.ROPE.name: lambda x, cos, sin: rope(x[None], cos, sin)[0],
     }
-    return _library("fla", _version("fla-core"), None, calls)
+    return _library("fla", "fla-core", {}, calls)
 
 
 def _flashinfer() -> Provider:
@@ -183,27 +184,24 @@ def _flashinfer() -> Provider:
         "rms_norm, given scale": quantised_norm,
         **dict.fromkeys(_ROPE_OF_BOTH, rotated),
     }
-    version = _version("flashinfer-python")
-    halves = (torch.float16, torch.bfloat16)
-    return _library("flashinfer", version, None, calls, dtypes=halves, in_place=tuple(adding), differentiable=False)
+    options: dict[str, Any] = {"dtypes": (torch.float16, torch.bfloat16), "in_place": tuple(adding)}
+    return _library("flashinfer", "flashinfer-python", {}, calls, differentiable=False, **options)
 
 
 def _quack() -> Provider:
     module = importlib.import_module("quack.rmsnorm")
     layer_norm = _quack_layer_norm(module)
 
-    def norm(case: RowNormCase) -> Function:
-        eps = default_eps(case)
-        if case.verb == "layer_norm":
-            return lambda x, weight, bias: layer_norm(x, weight, bias, eps)
-        return lambda x, weight: module.rmsnorm(x, weight, eps=eps)
-
+    norms: Norms = {
+        "layer_norm": lambda eps: lambda x, weight, bias: layer_norm(x, weight, bias, eps),
+        "rms_norm": lambda eps: lambda x, weight: module.rmsnorm(x, weight, eps=eps),
+    }
     rotate = importlib.import_module("quack.rotary").apply_rotary_emb
     calls: dict[str, Function] = {
         "add+rms_norm": lambda x, residual, weight: module.rmsnorm(x, weight, residual=residual, eps=EPS, prenorm=True),
         rotary.ROPE.name: lambda x, cos, sin: rotate(x[None], cos, sin)[0],
     }
-    return _library("quack", _version("quack-kernels"), norm, calls, f32_weights=("layer_norm",))
+    return _library("quack", "quack-kernels", norms, calls, f32_weights=("layer_norm",))
 
 
 def _quack_layer_norm(module: Any) -> Callable[..., Tensor]:
@@ -236,13 +234,11 @@ def _apex() -> Provider:
     module = importlib.import_module("apex.normalization.fused_layer_norm")
     importlib.import_module("fused_layer_norm_cuda")  # without its extension, apex fails only at the first call
 
-    def norm(case: RowNormCase) -> Function:
-        shape, eps = case.normalized_shape, default_eps(case)
-        if case.verb == "layer_norm":
-            return lambda x, weight, bias: module.fused_layer_norm_affine(x, weight, bias, shape, eps)
-        return lambda x, weight: module.fused_rms_norm_affine(x, weight, shape, eps)
-
-    return _library("apex", _version("apex"), norm)
+    norms: Norms = {
+        "layer_norm": lambda eps: lambda x, w, bias: module.fused_layer_norm_affine(x, w, bias, w.shape, eps),
+        "rms_norm": lambda eps: lambda x, w: module.fused_rms_norm_affine(x, w, w.shape, eps),
+    }
+    return _library("apex", "apex", norms)
 
 
 # flash-attn's norms refuse longer rows.
@@ -254,12 +250,11 @@ def _flash_attn() -> Provider:
     for autotuned in (module._layer_norm_fwd_1pass_kernel, module._layer_norm_bwd_kernel):
         autotuned.early_config_prune = holding_a_row
 
-    def norm(case: RowNormCase) -> Function:
-        if case.verb == "layer_norm":
-            return partial(module.layer_norm_fn, eps=default_eps(case))
-        return lambda x, weight: module.rms_norm_fn(x, weight, None, eps=default_eps(case))
-
-    return _library("flash-attn", _version("flash-attn"), norm, longest=_FLASH_ROW_BYTES)
+    norms: Norms = {
+        "layer_norm": lambda eps: partial(module.layer_norm_fn, eps=eps),
+        "rms_norm": lambda eps: lambda x, weight: module.rms_norm_fn(x, weight, None, eps=eps),
+    }
+    return _library("flash-attn", "flash-attn", norms, longest=_FLASH_ROW_BYTES)
 
 
 def holding_a_row(configs: list[Any], named_args: dict[str, Any], **kwargs: Any) -> list[Any]:
@@ -273,8 +268,8 @@ def holding_a_row(configs: list[Any], named_args: dict[str, Any], **kwargs: Any)
 
 def _library(
     name: str,
-    version: str,
-    norm: Callable[[RowNormCase], Function] | None,
+    distribution: str,
+    norms: Norms,
     calls: Mapping[str, Function] = MappingProxyType({}),
     *,
     longest: float = math.inf,
@@ -288,22 +283,15 @@ def _library(
             return False
         if not workload.what.bare:
             return workload.what.name in calls
-        return norm is not None and workload.shape[-1] * workload.dtype.itemsize <= longest
+        return workload.verb in norms and workload.shape[-1] * workload.dtype.itemsize <= longest
 
     def function(workload: Workload) -> Function:
         if workload.what.bare:
-            assert norm is not None
-            return norm(case_of(workload))
+            return norms[workload.verb](default_eps(case_of(workload)))
         return calls[workload.what.name]
 
+    version = installed(distribution) or "unknown version"
     return Provider(name, version, function, measures=measures, **facts)
-
-
-def _version(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return "unknown version"
 
 
 PEERS: dict[str, Callable[[], Provider]] = {
