@@ -12,7 +12,7 @@ import pickle
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 import kernel_fusion as kf
+from kernel_fusion.bench.timing import num_threads
 from kernel_fusion.bench.tiny_models import Architecture
 
 DRAWS = 16  # one draw says little about a scalar's error
@@ -69,7 +70,8 @@ def run(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype) -> Results
     """Logits, loss, and the gradients of all parameters that affect the loss."""
     given = tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, inputs)
     model.zero_grad(set_to_none=True)
-    with _numbers_in(dtype):
+    # In float64, Python's numbers may be too large for float32.
+    with default_dtype(dtype) if dtype == torch.float64 else nullcontext():
         logits = _logits(model(**given))
     random = torch.Generator().manual_seed(5)
     weights = torch.randn(logits.shape, generator=random).to(logits.dtype)
@@ -81,14 +83,14 @@ def run(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype) -> Results
 
 
 @contextmanager
-def _numbers_in(dtype: torch.dtype) -> Iterator[None]:
-    """Lets a float64 run make float64 tensors of Python's numbers, which may be too large for float32."""
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64 if dtype == torch.float64 else default)
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Within, Python's numbers become tensors of this dtype, and so do parameters."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
     try:
         yield
     finally:
-        torch.set_default_dtype(default)
+        torch.set_default_dtype(before)
 
 
 def _logits(output: Any) -> Tensor:
@@ -246,7 +248,9 @@ def _original() -> Iterator[None]:
 def examine(architecture: Architecture, compile: bool = False) -> Outcome:
     """Make a model, patch it, and check it."""
     outcome = Outcome(architecture.library, architecture.task, architecture.name)
-    with _quiet():
+    # One thread is faster for such small tensors.
+    with num_threads(1), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         try:
             torch.manual_seed(0)
             model = architecture.make()
@@ -301,16 +305,3 @@ def _checks(architecture: Architecture, model: Any, compile: bool) -> dict[str, 
 def _line(error: Exception) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:150]}"
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without library warnings, and on one thread, which is faster for such small tensors."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        torch.set_num_threads(threads)

@@ -17,11 +17,12 @@ from __future__ import annotations
 import copy
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from typing import Any, cast
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -196,7 +197,7 @@ def _patched_by_liger(training: Training, name: str, options: Mapping[str, bool]
     modeling = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
     model = training.shared_copy()
     names = _changed(modeling, partial(apply, model=model, **options))
-    return Trainee(name, metadata.version("liger-kernel"), model, partial(_names, modeling, names))
+    return Trainee(name, metadata.version("liger-kernel"), model, partial(mock.patch.dict, vars(modeling), names))
 
 
 def _with_liger_layer_norms(model: nn.Module) -> int:
@@ -215,14 +216,3 @@ def _changed(module: Any, change: Callable[[], object]) -> dict[str, Any]:
     after = dict(vars(module))
     vars(module).update(before)
     return {name: value for name, value in after.items() if value is not before.get(name)}
-
-
-@contextmanager
-def _names(module: Any, values: Mapping[str, Any]) -> Iterator[None]:
-    """Within, the names of a module have these values."""
-    before = {name: vars(module)[name] for name in values}
-    vars(module).update(values)
-    try:
-        yield
-    finally:
-        vars(module).update(before)

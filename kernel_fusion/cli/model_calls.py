@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._pytree import tree_leaves
 
 import kernel_fusion as kf
+from kernel_fusion.bench.model_coverage import default_dtype
 
 _BATCH, _TOKENS = 2, 8
 
@@ -59,7 +60,7 @@ def _of_configuration(path: str, dtype: torch.dtype) -> Any:
         raise _refused("a configuration needs transformers (pip install transformers)") from error
     except (AttributeError, OSError, ValueError) as error:
         raise _refused(f"{path} is no configuration of a model of transformers: {error}") from error
-    with _default(dtype), _without_parameters():
+    with default_dtype(dtype), _without_parameters():
         model = kind.from_config(config) if kind is transformers.AutoModel else kind(config)
     _fill(model)
     kf.patch(model)
@@ -88,16 +89,6 @@ def _inputs(model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
         sides = size if isinstance(size, Sequence) else (size, size)
         return {name: torch.randn(_BATCH, model.config.num_channels, *sides, dtype=dtype)}
     raise _refused(f"no inputs are known for {type(model).__name__}, which takes {name}; a module:function can call it")
-
-
-@contextmanager
-def _default(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 @contextmanager
