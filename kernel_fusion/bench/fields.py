@@ -99,11 +99,11 @@ class Fields:
 
     def of(self, kind: type, *names: str) -> dict[str, Any]:
         """The fields `names` of the dataclass `kind`; optional ones may be missing."""
-        types = {f.name: str(f.type) for f in dataclasses.fields(kind) if f.name in names}
-        return {
-            name: self.get(name, _rule(name, annotation), None if annotation.endswith(_OPTIONAL) else _REQUIRED)
-            for name, annotation in types.items()
-        }
+        found = {}
+        for name, annotation in ((f.name, str(f.type)) for f in dataclasses.fields(kind) if f.name in names):
+            rule = TIME if name.endswith("_ms") else _BY_TYPE[annotation.removesuffix(_OPTIONAL)]
+            found[name] = self.get(name, rule, None if annotation.endswith(_OPTIONAL) else _REQUIRED)
+        return found
 
 
 def checked(value: Any, rule: Rule, where: str) -> Any:
@@ -111,7 +111,3 @@ def checked(value: Any, rule: Rule, where: str) -> Any:
     if not rule.holds(value):
         raise ValueError(f"`{where}` must be {rule.expected}, got {reprlib.repr(value)}")
     return value
-
-
-def _rule(name: str, annotation: str) -> Rule:
-    return TIME if name.endswith("_ms") else _BY_TYPE[annotation.removesuffix(_OPTIONAL)]

@@ -42,14 +42,9 @@ def page(outcomes: Iterable[Outcome], command: str) -> str:
         same = [outcome for outcome in made if (outcome.library, outcome.task) == (library, task)]
         lines += [f"## Checked: {library}, {task}", "", *_section(same), ""]
     lines += ["## Left as they are", "", *_left(made), ""]
-    lines += [
-        "## Not made",
-        "",
-        "These fail unpatched, with the small sizes that were tried.",
-        "",
-        *_not_made(found),
-        "",
-    ]
+    lines += ["## Not made", "", "These fail unpatched, with the small sizes that were tried.", ""]
+    lines += [f"- {o.name}: `{o.not_made.replace('`', '')}`" for o in found if o.not_made is not None]
+    lines.append("")
     return "\n".join(lines)
 
 
@@ -81,8 +76,3 @@ def _left(outcomes: list[Outcome]) -> list[str]:
             kind, _, reason = line.partition(": ")
             by_reason[reason].add(kind)
     return [f"- {reason}: {', '.join(sorted(kinds))}" for reason, kinds in sorted(by_reason.items())]
-
-
-def _not_made(outcomes: list[Outcome]) -> list[str]:
-    """Each model that could not be made or trained, with the error."""
-    return [f"- {o.name}: `{o.not_made.replace('`', '')}`" for o in outcomes if o.not_made is not None]

@@ -22,6 +22,7 @@ from kernel_fusion.bench.results import (
     Results,
     file_name,
     is_of_operations,
+    measured,
 )
 from kernel_fusion.bench.suite import PlotKind
 from kernel_fusion.bench.units import bytes_unit, dtype_label, shown, time_unit
@@ -150,18 +151,11 @@ def _bandwidths(results: Results) -> Iterator[Picture]:
     for group in dict.fromkeys(group for group, _ in results.groups):
         panels: Panels = {}
         for dtype in (dtype for name, dtype in results.groups if name == group):
-            for (place, direction), cells in _by_direction(results, group, dtype, _has_bandwidth).items():
-                panels[dtype_label(dtype), ", ".join(filter(None, (direction, place)))] = cells
-        panels = {key: cells for key, cells in panels.items() if _has_sizes(cells) and not is_of_operations(cells)}
+            known = _by_direction(results, group, dtype, lambda m: m.steady is not None and bool(m.bytes_moved))
+            for (place, direction), cells in known.items():
+                if len({(m.rows, m.cols) for m in measured(cells)}) > 1 and not is_of_operations(cells):
+                    panels[dtype_label(dtype), ", ".join(filter(None, (direction, place)))] = cells
         yield from _figure(results, f"{group}-bandwidth", f"{group}: bandwidth", panels, _draw_bandwidth, height=3.4)
-
-
-def _has_sizes(cells: Cells) -> bool:
-    return len({(m.rows, m.cols) for cell in cells.values() for m in cell.values()}) > 1
-
-
-def _has_bandwidth(m: Measurement) -> bool:
-    return m.gigabytes_per_second is not None and m.steady is not None
 
 
 def _draw_bandwidth(axes: Axes, cells: Cells, look: Styles) -> None:
@@ -274,7 +268,8 @@ def _draw(
     from matplotlib.figure import Figure
 
     rows, columns = (list(dict.fromkeys(names)) for names in zip(*panels, strict=True))
-    tall = height or 0.9 + (0.24 if _are_dots(panels) else 0.42) * max(map(len, panels.values()))
+    longest = max(map(len, panels.values()))
+    tall = height or 0.9 + (0.24 if longest > _MANY else 0.42) * longest
     size = min(_MAX_WIDTH, max(8, 2.5 + 3.6 * len(columns))), min(_MAX_HEIGHT, 1.3 + tall * len(rows))
     figure = Figure(figsize=size, layout="constrained", dpi=110)
     # All panels share one scale, so that lengths can be compared.
@@ -319,10 +314,6 @@ def _by_direction(results: Results, group: str, dtype: str, wanted: Callable[[Me
             title = str(place) if len(results.places) > 1 else ""
             found[title, direction] = {label: cell for label, cell in kept.items() if cell}
     return found
-
-
-def _are_dots(panels: Panels) -> bool:
-    return max(map(len, panels.values())) > _MANY
 
 
 def _across(axes: Axes, cells: Cells, look: Styles, value: Values, text: str) -> dict[tuple[str, str], float]:

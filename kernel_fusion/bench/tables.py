@@ -61,7 +61,8 @@ def tables(results: Results) -> list[Table]:
             about = what if len(devices) == 1 else f"{what}, {device}"
             made.append(_table(results, f"{about}, largest errors", cells, _error_columns(results, cells)))
             made.append(_table(results, f"{about}, memory", cells, _memory_columns(results, cells)))
-            made.append(_table(results, f"{about}, loss", cells, _loss_columns(results, cells)))
+            losses = _facts(results, cells, {"loss": lambda m: None if m.loss is None else f"{m.loss:.4f}"})
+            made.append(_table(results, f"{about}, loss", cells, losses))
     return [table for table in made if table is not None]
 
 
@@ -237,11 +238,6 @@ def _error_columns(results: Results, cells: Cells) -> Columns:
 
     second = {"largest error ÷ budget": excess} if is_of_operations(cells) else {"dx": error_of("dx")}
     return _facts(results, cells, {"y": error_of("y")} | second)
-
-
-def _loss_columns(results: Results, cells: Cells) -> Columns:
-    """The losses of models, if any."""
-    return _facts(results, cells, {"loss": lambda m: None if m.loss is None else f"{m.loss:.4f}"})
 
 
 def _memory_columns(results: Results, cells: Cells) -> Columns:

@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from kernel_fusion.bench import timing
-from kernel_fusion.bench.providers import Provider, a_kernel_must_run
+from kernel_fusion.bench.providers import Provider, kernels_must_run
 from kernel_fusion.bench.tables import Table
 from kernel_fusion.bench.units import megabytes, number, shown
 from kernel_fusion.bench.workloads import Inputs, Workload
@@ -82,7 +82,7 @@ def record(provider: Provider, workload: Workload, device: torch.device, folder:
     sets = workload.input_sets(device, timing.rotating_calls(per_step) if device.type == "cuda" else 1)
     steps = max(_STEPS, len(sets))
     backend = provider.backend if workload.what.has_kernels else None
-    with a_kernel_must_run(backend):
+    with kernels_must_run(backend, every=False):
         for index in range(_WARM_UP):
             _step(provider, workload, sets[index % len(sets)], device)
         with _profiler(device):  # the profiler must warm up too

@@ -57,7 +57,8 @@ def bench(
     """Measure our kernels beside PyTorch, its peers and the floor, after checking that results are right."""
     out = common.console()
     if list_suites:
-        _list(out)
+        rows = tuple((suite.name, suite.about) for suite in SUITES.values())
+        common.show(tables.Table("Suites", ("name", "what it measures"), rows), out, of_numbers=False)
         raise typer.Exit
     if not suites:
         raise typer.BadParameter("name one or more suites, or ask for --list", param_hint="SUITE...")
@@ -79,11 +80,6 @@ def bench(
     folder = common.writable(output_dir) if output_dir else common.new_folder(machine.device_slug(*devices))
     _warn(devices, out)
     raise typer.Exit(_measure_all(chosen, selection, folder, out))
-
-
-def _list(out: Console) -> None:
-    rows = tuple((suite.name, suite.about) for suite in SUITES.values())
-    common.show(tables.Table("Suites", ("name", "what it measures"), rows), out, of_numbers=False)
 
 
 def _warn(devices: Sequence[torch.device], out: Console) -> None:
