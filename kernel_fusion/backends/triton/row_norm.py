@@ -130,8 +130,6 @@ def _are_statistics(stats: Tensor, h: Tensor, num_dims: int, rms: bool) -> bool:
 
 
 _PARAMETER_TYPES = {"str": str, "float": float, "bool": bool, "Tensor?": Tensor | None}
-
-
 _KIND = inspect.Parameter.POSITIONAL_OR_KEYWORD
 _STAGES = [
     inspect.Parameter(each.name, _KIND, default=each.default, annotation=_PARAMETER_TYPES[each.type])
@@ -190,51 +188,6 @@ def forward(call: NormCall, wants_stats: bool) -> tuple[Tensor, Tensor, Tensor]:
     return y, h, stats
 
 
-@torch.library.triton_op("kernel_fusion::triton_row_norm_bwd", mutates_args={})
-@with_stages
-def backward(
-    dy: Tensor,
-    dh: Tensor | None,
-    h: Tensor,
-    x: Tensor | None,
-    stats: Tensor,
-    num_dims: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    input_dtype: torch.dtype,
-    bias_dtype: torch.dtype | None,
-    weight_offset: float,
-    rms: bool,
-    stored: bool,
-    wants: Sequence[bool],
-    *stages: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dx, the other row's gradient, dweight, dbias and that of the residual's gate; unwanted ones are empty.
-
-    Args:
-        dy, dh: the gradients at y and h.
-        h: the normalised tensor, if it was `stored`; else the input, from which it is recomputed.
-        x: the input, if h was stored and there is a pre-activation or a gate.
-        bias: if a stage follows it.
-    """
-    s = Given(*stages)
-    call = Backward(dy, dh, h, x, stats, num_dims, weight, bias, weight_offset, rms, stored, s)
-    call.require("triton_row_norm_bwd", wants, input_dtype, bias_dtype)
-    other, vectors = other_row(s, None), (weight, bias, s.residual_gate)
-    shape = checks.parameter_shape(h, num_dims, s.grouped, *vectors)
-    weight_dtype, gate_dtype = (input_dtype if p is None else p.dtype for p in (weight, s.residual_gate))
-    dtypes = input_dtype, (h if other is None else other).dtype, weight_dtype, bias_dtype or input_dtype, gate_dtype
-    # A kernel that sums columns alone makes dgate of the gradient of the residual.
-    made = [wants[0], wants[1] or wants[4], *wants[2:]]
-    shapes = h.shape, h.shape, shape, shape, shape
-    dx, dother, dweight, dbias, dgate = (
-        torch.empty(of if wanted else (0,), dtype=dtype, device=h.device)
-        for of, dtype, wanted in zip(shapes, dtypes, made, strict=True)
-    )
-    call.launch((dx, dother, dweight, dbias, dgate), made)
-    return dx, dother, dweight, dbias, dgate
-
-
 def require_forward(operator: str, c: NormCall) -> None:
     """Raise unless forward's kernels take this."""
     takes = _takes(c.input, c.num_dims, [c.weight, c.bias], [c.residual], c.stages, c.residual)
@@ -282,7 +235,14 @@ _GRADIENTS = "dx", "dother", "dweight", "dbias", "dgate"
 
 
 class Backward(NamedTuple):
-    """The arguments of `backward`."""
+    """The arguments of backward.
+
+    Attributes:
+        dy, dh: the gradients at y and h.
+        h: the normalised tensor, if it was `stored`; else the input, from which it is recomputed.
+        x: the input, if h was stored and there is a pre-activation or a gate.
+        bias: if a stage follows it.
+    """
 
     dy: Tensor
     dh: Tensor | None
@@ -390,3 +350,49 @@ def _add_up(
         sum_partials(partials[0], programs, outputs, many)
     if wants[4]:
         sum_partials(partials[1], programs, results[4:], many)
+
+
+_BACKWARD = [
+    inspect.Parameter(name, _KIND, annotation=annotation)
+    for name, annotation in [*get_type_hints(Backward).items()][:-1]
+]
+
+
+def of_backward(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of a call of backward, and of others that an operator has after it."""
+    _, *own = inspect.signature(function).parameters.values()
+    first, end = len(_BACKWARD), len(_BACKWARD) + len(own)
+
+    @wraps(function)
+    def flat(*args: Any) -> Any:
+        return function(Backward._make([*args[:first], Given(*args[end:])]), *args[first:end])
+
+    return _with_parameters(flat, [*_BACKWARD, *own, *_STAGES])
+
+
+def by_operator(operator: Callable[..., Any], call: Backward, *own: Any) -> Any:
+    """The results of such an operator."""
+    return operator(*call[:-1], *own, *call.stages)
+
+
+@torch.library.triton_op("kernel_fusion::triton_row_norm_bwd", mutates_args={})
+@of_backward
+def backward(
+    call: Backward, input_dtype: torch.dtype, bias_dtype: torch.dtype | None, wants: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dx, the other row's gradient, dweight, dbias and that of the residual's gate; unwanted ones are empty."""
+    call.require("triton_row_norm_bwd", wants, input_dtype, bias_dtype)
+    s, h = call.stages, call.h
+    other, vectors = other_row(s, None), (call.weight, call.bias, s.residual_gate)
+    shape = checks.parameter_shape(h, call.num_dims, s.grouped, *vectors)
+    weight_dtype, gate_dtype = (input_dtype if p is None else p.dtype for p in (call.weight, s.residual_gate))
+    dtypes = input_dtype, (h if other is None else other).dtype, weight_dtype, bias_dtype or input_dtype, gate_dtype
+    # A kernel that sums columns alone makes dgate of the gradient of the residual.
+    made = [wants[0], wants[1] or wants[4], *wants[2:]]
+    shapes = h.shape, h.shape, shape, shape, shape
+    dx, dother, dweight, dbias, dgate = (
+        torch.empty(of if wanted else (0,), dtype=dtype, device=h.device)
+        for of, dtype, wanted in zip(shapes, dtypes, made, strict=True)
+    )
+    call.launch((dx, dother, dweight, dbias, dgate), made)
+    return dx, dother, dweight, dbias, dgate

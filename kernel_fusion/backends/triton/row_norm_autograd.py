@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kernel_fusion.backends.triton import autograd
+from kernel_fusion.backends.triton.row_norm import Backward, by_operator
 from kernel_fusion.core import checks
 from kernel_fusion.core.activations import IDENTITY
 from kernel_fusion.core.groups import groups_of
@@ -40,7 +41,7 @@ class StagedRowNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         """Gradients of input, the other row, weight and bias."""
-        kernels = partial(kernel_backward, torch.ops.kernel_fusion.triton_row_norm_bwd)
+        kernels = partial(kernel_backward, partial(by_operator, torch.ops.kernel_fusion.triton_row_norm_bwd))
         return gradients(ctx, grads, _differentiable_backward if torch.is_grad_enabled() else kernels)
 
 
@@ -89,7 +90,7 @@ def _forward(c: NormCall, wants_stats: bool) -> tuple[Tensor, Tensor, Tensor]:
 def kernel_backward(
     backward: Callable[..., tuple[Tensor, ...]], ctx: Any, dy: Tensor | None, dh: Tensor | None, wants: list[bool]
 ) -> list[Tensor | None]:
-    """The kernels' gradients; `backward` has the arguments of the operator `triton_row_norm_bwd`."""
+    """The kernels' gradients; `backward` takes a call and what else the operator `triton_row_norm_bwd` has."""
     (x, h, weight, bias, stats), s = _saved(ctx)
     num_dims, _, offset, out_dtype, rms = ctx.call
     normalised = h if ctx.stored else x
@@ -101,9 +102,9 @@ def kernel_backward(
     asked = [False, True, *wants[2:]] if same else wants
     # The kernels take groups from the shape of a parameter.
     reads_bias = s.grouped or s.activation != IDENTITY or other_row(s, None) is not None
-    affine = weight, bias if reads_bias else None, ctx.input_dtype, None if bias is None else bias.dtype, offset
     rows = dy, dh, normalised, x if ctx.stored else None, stats, num_dims
-    results = backward(*rows, *affine, rms, ctx.stored, asked, *s)
+    call = Backward(*rows, weight, bias if reads_bias else None, offset, rms, ctx.stored, s)
+    results = backward(call, ctx.input_dtype, None if bias is None else bias.dtype, asked)
     dx, dother, *sums = (t if wanted else None for t, wanted in zip(results, asked, strict=True))
     return [dother if same else dx, dother if wants[1] else None, *sums]
 

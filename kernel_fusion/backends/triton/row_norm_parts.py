@@ -19,7 +19,15 @@ from kernel_fusion.backends.triton.kernels.constants import RowNormBackward
 from kernel_fusion.backends.triton.kernels.row_norm_bwd import row_norm_bwd
 from kernel_fusion.backends.triton.launch import launch, row_tile
 from kernel_fusion.backends.triton.layout import product
-from kernel_fusion.backends.triton.row_norm import Backward, launch_forward, of_norm, require_forward, with_stages
+from kernel_fusion.backends.triton.row_norm import (
+    Backward,
+    by_operator,
+    launch_forward,
+    of_backward,
+    of_norm,
+    require_forward,
+    with_stages,
+)
 from kernel_fusion.backends.triton.row_norm_autograd import gradients, keep, kernel_backward
 from kernel_fusion.core import checks
 from kernel_fusion.core.activations import IDENTITY
@@ -77,31 +85,19 @@ def apply(call: NormCall, sums: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.triton_op("kernel_fusion::triton_row_norm_bwd_sums", mutates_args={})
-@with_stages
+@of_backward
 def backward_sums(
-    dy: Tensor,
-    h: Tensor,
-    stats: Tensor,
-    num_dims: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    bias_dtype: torch.dtype | None,
-    weight_offset: float,
-    rms: bool,
-    stored: bool,
-    wants: Sequence[bool],
-    *stages: Any,
+    call: Backward, bias_dtype: torch.dtype | None, wants: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rows' sums of gwn, for LayerNorm those of gw, and the number of columns; dweight and dbias."""
-    s = Given(*stages)
-    shape = checks.parameter_shape(h, num_dims, s.grouped, weight, bias)
-    sums = _sums(h, num_dims, rms)
+    h, weight = call.h, call.weight
+    shape = checks.parameter_shape(h, call.num_dims, call.stages.grouped, weight, call.bias)
+    sums = _sums(h, call.num_dims, call.rms)
     dtypes = h.dtype if weight is None else weight.dtype, bias_dtype or h.dtype
     dweight, dbias = (
         _memory(h, *(shape if wanted else [0]), dtype=dtype) for dtype, wanted in zip(dtypes, wants[1:], strict=True)
     )
     if h.numel() > 0:
-        call = Backward(dy, None, h, None, stats, num_dims, weight, bias, weight_offset, rms, stored, s)
         asked = [wants[0], False, *wants[1:], False]
         call.require("triton_row_norm_bwd_sums", asked, *dtypes)
         call.launch((sums, h, dweight, dbias, h), asked, part=True)  # h is not written
@@ -109,28 +105,14 @@ def backward_sums(
 
 
 @torch.library.triton_op("kernel_fusion::triton_row_norm_bwd_apply", mutates_args={})
-@with_stages
+@of_backward
 def backward_apply(
-    dy: Tensor,
-    dh: Tensor | None,
-    h: Tensor,
-    x: Tensor | None,
-    stats: Tensor,
-    sums: Tensor,
-    num_dims: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    input_dtype: torch.dtype,
-    weight_offset: float,
-    rms: bool,
-    stored: bool,
-    wants: Sequence[bool],
-    *stages: Any,
+    call: Backward, sums: Tensor, input_dtype: torch.dtype, wants: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, the other row's gradient and dgate, from sums over all ranks."""
-    s = Given(*stages)
+    s, h = call.stages, call.h
     other, gate = other_row(s, None), s.residual_gate
-    shape = checks.parameter_shape(h, num_dims, s.grouped, weight, bias, gate)
+    shape = checks.parameter_shape(h, call.num_dims, s.grouped, call.weight, call.bias, gate)
     dtypes = input_dtype, (h if other is None else other).dtype, input_dtype if gate is None else gate.dtype
     made = [wants[0], wants[1] or wants[2], wants[2]]  # dgate is made of the gradient of the residual
     dx, dother, dgate = (
@@ -138,7 +120,6 @@ def backward_apply(
         for of, dtype, wanted in zip((h.shape, h.shape, shape), dtypes, made, strict=True)
     )
     if h.numel() > 0:
-        call = Backward(dy, dh, h, x, stats, num_dims, weight, bias, weight_offset, rms, stored, s)
         asked = [*made[:2], False, False, made[2]]
         call.require("triton_row_norm_bwd_apply", asked, *dtypes)
         given, numbers, groups, constants = arguments = call.arguments()
@@ -148,7 +129,7 @@ def backward_apply(
         per_group = -(-numbers[0] // layout.rows) * -(-cols // layout.block)
         wanted: dict[str, Any] = {"dx": made[0], "dother": made[1], "dweight": False, "dbias": False}
         laid = {"looped": layout.looped, **row_tile(layout, cols)}
-        compiled = RowNormBackward(joined=True, has_dh=dh is not None, **wanted, **laid, **constants)
+        compiled = RowNormBackward(joined=True, has_dh=call.dh is not None, **wanted, **laid, **constants)
         args = *given, dx, dother, sums, None, per_group, *numbers
         launch(row_norm_bwd, (per_group * groups,), *args, constants=compiled, warps=layout.warps)
         if wants[2]:
@@ -187,19 +168,19 @@ class NormOfParts(torch.autograd.Function):
         return *gradients(ctx, of_results, partial(kernel_backward, partial(_backward, ctx.join))), None
 
 
-def _backward(join: Join, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As the operator `triton_row_norm_bwd`, with its arguments; sums are joined if the gradient of a row is wanted."""
-    dy, dh, h, x, stats, num_dims, weight, bias, input_dtype, bias_dtype, offset, rms, stored, wants, *stages = args
-    ops, of_rows, how = torch.ops.kernel_fusion, any([*wants[:2], wants[4]]), (offset, rms, stored)
-    of_sums = Given(*stages)._replace(residual_gate=None)  # what it multiplies is in h
-    sums, dweight, dbias = ops.triton_row_norm_bwd_sums(
-        dy, h, stats, num_dims, weight, bias, bias_dtype, *how, [of_rows, *wants[2:4]], *of_sums
-    )
+def _backward(
+    join: Join, call: Backward, input_dtype: torch.dtype, bias_dtype: torch.dtype | None, wants: list[bool]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As the operator `triton_row_norm_bwd`; sums are joined if the gradient of a row is wanted."""
+    ops, of_rows = torch.ops.kernel_fusion, any([*wants[:2], wants[4]])
+    after_h = call._replace(dh=None, x=None, stages=call.stages._replace(residual_gate=None))  # whose product is in h
+    asked = [of_rows, *wants[2:4]]
+    sums, dweight, dbias = by_operator(ops.triton_row_norm_bwd_sums, after_h, bias_dtype, asked)
     dx = dother = dgate = sums[:0]
     if of_rows:
         join(sums)
-        norm, asked = (num_dims, weight, bias, input_dtype), [*wants[:2], wants[4]]
-        dx, dother, dgate = ops.triton_row_norm_bwd_apply(dy, dh, h, x, stats, sums, *norm, *how, asked, *stages)
+        asked = [*wants[:2], wants[4]]
+        dx, dother, dgate = by_operator(ops.triton_row_norm_bwd_apply, call, sums, input_dtype, asked)
     return dx, dother, dweight, dbias, dgate
 
 
