@@ -17,7 +17,7 @@ from kernel_fusion.core.spec import compute_dtype
 from kernel_fusion.testing import long_double, unfused
 from kernel_fusion.testing.budget import Array, Reference
 from kernel_fusion.testing.case import Case, Draw, Results, Tensors, dropout_factors, dropout_seed, seeded, wide
-from kernel_fusion.testing.long_double import Activation
+from kernel_fusion.testing.long_double import Activation, sum_to
 
 
 @dataclass
@@ -140,7 +140,7 @@ class RowNormCase(Case):
     def _affine_gradients(self, inputs: Inputs, dweight: Array, dbias: Array) -> Reference:
         """The gradients of the parameters, from those of weight and bias as if every row had its own."""
         shape = self.normalized_shape
-        return {"dweight": _summed(dweight, shape), "dbias": _summed(dbias, shape)}
+        return {"dweight": sum_to(dweight, shape), "dbias": sum_to(dbias, shape)}
 
     def _norm_by_hand(self, h: Array, dy: Array, inputs: Inputs, post: Activation) -> tuple[Array, Array, Reference]:
         """activation(norm(h)), and the gradients of h and of the parameters."""
@@ -344,7 +344,7 @@ class ModulatedNormCase(StagedNormCase):
         keep = self._kept(inputs)
         results = self._by_hand(inputs, pre, post, keep * wide(inputs.gate))
         products = results["dresidual"] * keep * pre.value(wide(inputs.x))
-        results["dgate"] = _summed(products, tuple(inputs.gate.shape))
+        results["dgate"] = sum_to(products, tuple(inputs.gate.shape))
         return results
 
     def _dropped(self, inputs: Inputs, u: Tensor) -> Tensor:
@@ -362,18 +362,10 @@ class ModulatedNormCase(StagedNormCase):
         weight, bias = super()._affine(inputs)
         factor = 1 + wide(inputs.scale)
         results = super()._affine_gradients(inputs, dweight * factor, dbias * factor)
-        results["dscale"] = _summed(dweight * weight + dbias * bias, tuple(inputs.scale.shape))
+        results["dscale"] = sum_to(dweight * weight + dbias * bias, tuple(inputs.scale.shape))
         if inputs.shift is not None:
-            results["dshift"] = _summed(dbias, tuple(inputs.shift.shape))
+            results["dshift"] = sum_to(dbias, tuple(inputs.shift.shape))
         return results
-
-
-def _summed(values: Array, shape: tuple[int, ...]) -> Array:
-    """The gradient of what was broadcast from this shape."""
-    missing = values.ndim - len(shape)
-    values = values.sum(tuple(range(missing)))
-    once = tuple(d for d, size in enumerate(shape) if size == 1)
-    return np.asarray(values.sum(once, keepdims=True))
 
 
 def _present(results: Reference, inputs: Inputs) -> Reference:
