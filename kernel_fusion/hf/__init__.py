@@ -45,7 +45,7 @@ class Layer:
 
 
 def mapping() -> dict[str, dict[str, Layer]]:
-    """Each layer on each device, in the form that `kernels` takes."""
+    """Each layer on each device, as `kernels` takes them."""
     return {name: dict.fromkeys(_DEVICES, Layer(name)) for name in LAYERS}
 
 
@@ -70,8 +70,8 @@ def kernelize(model: nn.Module, *, mode: Any = None, device: str | None = None) 
     """Replace the layers of `model` that we have, and return their names.
 
     Args:
-        model: changed in place; parameters and state dict stay.
-        mode, device: as in `kernels.kernelize`; the default mode is the model's, training or inference.
+        model: changed in place.
+        mode, device: as in `kernels.kernelize`; the default mode is the model's.
 
     Raises:
         ImportError: as for :func:`register`.

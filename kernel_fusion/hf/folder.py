@@ -1,8 +1,7 @@
 """The folder for an upload to the Hugging Face Hub: our Python sources, as kernels without compiled code.
 
 The Hub requires pure Python, the package's own name in every import, and a unique operator namespace. So the folder
-holds the layers, the definition and the Triton kernels, under a name derived from their contents. A CPU gets the
-definition.
+holds the layers, the definition, which a CPU gets, and the Triton kernels, under a name derived from their contents.
 """
 
 from __future__ import annotations

@@ -56,8 +56,6 @@ class RMSNormGated(_Layer):
 
 
 def _activation(layer: str, name: str) -> type[_Layer]:
-    """The layer of an activation."""
-
     def forward(self: Any, input: Tensor) -> Tensor:
         return act_dropout(input, name, training=False)
 
@@ -66,7 +64,7 @@ def _activation(layer: str, name: str) -> type[_Layer]:
 
 GeLU = _activation("GeLU", "gelu")
 GeluTanh = _activation("GeluTanh", "gelu_tanh")
-NewGELU = _activation("NewGELU", "gelu_tanh")  # GPT-2's name for it
+NewGELU = _activation("NewGELU", "gelu_tanh")
 FastGELU = _activation("FastGELU", "gelu_tanh")  # the same, factored differently
 QuickGELU = _activation("QuickGELU", "quick_gelu")
 SiLU = _activation("SiLU", "silu")

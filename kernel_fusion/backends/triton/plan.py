@@ -22,12 +22,8 @@ _LONGEST_ROW = 32768
 _NORM_CHUNK = 16384
 # Shared memory of a norm, apart from rows fetched ahead.
 _EXCHANGED_BYTES = 16384
-# Elements of a reduction's section, along a row or down columns.
-ROW_SECTION = 32768
-COLUMN_SECTION = 1024
-# Columns of a head.
+ROW_SECTION, COLUMN_SECTION = 32768, 1024  # of reductions
 LONGEST_HEAD = 8192
-# Registers of a thread.
 _MOST_REGISTERS = 255
 # Elements per thread, at one value each; warps of 32 threads per program.
 _PER_THREAD = 16
@@ -66,8 +62,7 @@ class Plan:
     def releases(self) -> bool:
         """Whether forward lets the next kernel start as soon as it runs.
 
-        One-warp programs are many, and each release costs time. Programs that share rows are few; the next kernel's
-        would spread unevenly beside them.
+        One-warp programs are many, and each release costs time. Beside few programs the next kernel's spread unevenly.
         """
         return self.rows == 1 and self.warps > 1
 
@@ -115,12 +110,10 @@ def row_plan(cols: int, wide: bool, warp_size: int, longest: int = 32768) -> Pla
 def norm_forward(cols: int, itemsize: int, warp_size: int, rms: bool) -> Plan:
     """16 elements per thread up to 8 warps, then as many as registers allow.
 
-    A 2 KB row takes one warp, which waits for nobody. Shorter rows share a program that reads as much: a multiprocessor
-    takes at most 32 programs. Weight and bias are loaded early if that costs no program. Slices save LayerNorm an
-    exchange between warps, but cost registers and instructions, so some sizes do without.
+    A 2 KB row takes one warp, which waits for nobody; shorter rows share a program that reads as much. Weight and bias
+    are loaded early if that costs no program. Slices save LayerNorm an exchange between warps, but cost registers.
 
     Args:
-        cols, itemsize: N, and bytes of an element of the input.
         rms: RMSNorm, which has a weight and usually no bias.
     """
     cols, width, narrow = int(cols), _width(itemsize), itemsize <= 2  # it may be a symbol
@@ -166,7 +159,6 @@ def norm_backward(
         rms: RMSNorm, with one sum per column, so longer rows can be summed.
         staged: with an activation or dropout, which take registers.
         fetched: bytes read per column, weight and bias included.
-        shared_bytes: the most shared memory of a program.
     """
     cols, width = int(cols), _width(itemsize)
     longest = _NORM_CHUNK // 2 if staged else _LONGEST_ROW if rms else _NORM_CHUNK
@@ -346,7 +338,6 @@ class Device:
 
     Attributes:
         processors: multiprocessors, or other vendors' equivalent.
-        warp_size: threads per warp.
         shared_bytes: a program's shared memory; 0 to fetch nothing ahead.
         registers: of a multiprocessor; 0 to leave their number to the compiler.
         chained: whether a kernel may start while the one before it runs.

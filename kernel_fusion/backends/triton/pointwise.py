@@ -31,7 +31,6 @@ class _Walk:
         strides: of y and of gradients of its shape; is_contiguous: whether they are contiguous.
         a, b: the operands, copied if their dimensions cannot be described.
         rows: the outer dimensions; None if y is one row and the operands lie like it.
-        cols: the innermost dimension.
         steps: column strides of the operands.
     """
 

@@ -241,7 +241,6 @@ class Backward(NamedTuple):
         dy, dh: the gradients at y and h.
         h: the normalised tensor, if it was `stored`; else the input, from which it is recomputed.
         x: the input, if h was stored and there is a pre-activation or a gate.
-        bias: if a stage follows it.
     """
 
     dy: Tensor

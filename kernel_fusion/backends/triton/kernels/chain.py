@@ -1,4 +1,4 @@
-"""Programmatic dependent launch: a kernel starts while the one before it still runs, and waits here. From sm_90 on.
+"""Programmatic dependent launch: a kernel starts while the one before it still runs, and waits here.
 
 A chained kernel touches no memory before the wait, after which all earlier launches are done.
 """

@@ -22,7 +22,7 @@ from kernel_fusion.core.spec import Stages
 def kernel(*specialised: str) -> Callable[[Callable[..., Any]], Any]:
     """A decorator of kernels, which are compiled once for any numbers, except those `specialised`.
 
-    A name that ends in `_ptr` is a pointer's. Lengths and outer strides count in steps of the constant `unit`.
+    Lengths and outer strides count in steps of the constant `unit`.
     """
 
     def of(function: Callable[..., Any]) -> Any:
@@ -46,8 +46,6 @@ class Constants:
         flat: whether rows have one stride.
         exact: whether blocks divide rows, so that no column needs a mask.
         looped: whether rows are read a block at a time.
-        threshold: of dropout, 0 without; kept_scale: its factor.
-        da, dx, ...: whether a gradient is wanted.
     """
 
     wide: bool
@@ -78,7 +76,6 @@ class RowNorm(Constants, Stages):
     """The norms, with their stages.
 
     Attributes:
-        offset: added to the weight.
         has_weight, ...: whether there is one. With a residual, backward reads h.
         part: whether other ranks have other columns, and rows' sums are wanted; joined: these are given, of all ranks.
     """
@@ -122,9 +119,7 @@ class RowNormForward(RowNorm):
     """Forward of the norms; other names as in plan.py.
 
     Attributes:
-        stats: whether mean and rstd are written.
         codes, ..., rounds: as in `Codes`, of y; no name without quantisation.
-        keeps: whether y is written.
     """
 
     eps: float
@@ -147,9 +142,7 @@ class RowNormBackward(RowNorm):
     """Backward of the norms; other names as in plan.py.
 
     Attributes:
-        stored: whether h is read as forward wrote it, or computed from x.
-        has_dh: whether a gradient arrives at h.
-        dgate: of the residual's gate.
+        stored: whether h is read, not made from x.
         columns: whether only columns are summed.
     """
 
@@ -241,9 +234,7 @@ class Rotary(Constants):
     Attributes:
         cols, half: columns of a head, and rotated pairs of them.
         rest: a block for the other columns, or 0.
-        interleaved: pairs are neighbours.
         narrow_angles: cosines have the heads' type.
-        unit, table_unit: of heads, and of cosines.
     """
 
     cols: int
@@ -273,11 +264,11 @@ class Codes(Constants):
     """Quantisation.
 
     Attributes:
-        codes: PyTorch's name of their type; largest: the largest code.
+        codes: PyTorch's name of their type.
         group: columns that share a scale; 0: a row, or it is given.
         rounds: whether an instruction makes them from float32.
         keeps: whether the result before quantisation is written, too.
-        gated: whether it is activation(a) * b, or else a.
+        gated: whether that is activation(a) * b.
     """
 
     codes: str

@@ -2,8 +2,7 @@
 
 y is dense, and kernels walk through its memory in rows of `num_cols` elements. Operands have up to three outer strides
 and a column stride (0 if broadcast). A tensor without structure (flat) is one long row, whose full tiles load in
-vectors, without masks. The element at offset i of y is number i of dropout. Bytes per element: a and b in, y out;
-backward dy, a and b in, da and db out.
+vectors, without masks. Bytes per element: a and b in, y out; backward dy, a and b in, da and db out.
 """
 
 from __future__ import annotations
@@ -131,7 +130,7 @@ def pointwise(
     at = start + col
     pointers = (dy_ptr, a_ptr, b_ptr, seed_ptr, first_ptr, second_ptr)
     if C.flat:
-        # One row: tiles begin with a block of random bits, and only the last needs a mask.
+        # Tiles begin with a block of random bits, and only the last needs a mask.
         if start + BLOCK <= num_cols:
             _tile(pointers, (at, at), start + tl.zeros([1, 1], tl.int64), col, None, C)
         else:

@@ -49,8 +49,7 @@ def _float8(y, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
 def divisor(s):
     """A scale s as `encode` takes it: -p, p s and -1 / (p s), rounded correctly.
 
-    The power of two p keeps remainders from underflow and the reciprocal normal. Infinity becomes 0, which gives finite
-    numbers the quotient 0.
+    The power of two p keeps remainders from underflow and the reciprocal normal. Infinity becomes 0.
     """
     size = tl.abs(s)
     power = tl.where(size < 2.0**-60, 2.0**96, tl.where(size > 2.0**100, 2.0**-64, 1.0))

@@ -2,7 +2,7 @@
 
 In `reduce_rows`, for innermost dimensions, a program has ROWS rows and one section of each; in `reduce_columns` a block
 of columns and a section of the rows. The length alone decides how many sections there are; a second launch adds their
-sums. The input is read once.
+sums.
 """
 
 from __future__ import annotations

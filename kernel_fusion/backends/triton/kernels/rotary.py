@@ -9,11 +9,10 @@ Backward turns the gradients the other way, which gives g, and with m = x * rstd
     dx = rstd * (g w - m E[g w m]), dweight = sum of g m over heads and tokens
 
 A program has a tile of heads of one token, and a block for each half of the rotated columns, so that a thread has both
-elements of its pairs. Query and key are two ranges of tiles. For weights' gradients programs are persistent: each walks
-through tiles with both sums in registers, and writes one partial row of each; sum_partials adds those in order. Tiles
-without a wanted gradient are passed over, so a weight's sums are the same without the others'. Bytes per element: x in,
-y out; backward x and dy in, dx out, without a norm dy in, dx out. Cosines and sines are read once per tile, mostly from
-the L2 cache.
+elements of its pairs. For weights' gradients programs are persistent: each walks through tiles with both sums in
+registers, and writes one partial row of each; sum_partials adds those in order. Tiles without a wanted gradient are
+passed over, so a weight's sums are the same without the others'. Bytes per element: x in, y out; backward x and dy in,
+dx out, without a norm dy in, dx out.
 """
 
 from __future__ import annotations
@@ -94,10 +93,7 @@ def _rounded(v, TYPE: tl.constexpr, ROUNDS: tl.constexpr):
 
 @triton.jit
 def _angles(pointers, example, token, strides, table_rows, C: tl.constexpr):
-    """Cosines and sines of a token, for each head; NaN for a position outside the table.
-
-    Each thread loads those of its own columns from the L1 cache.
-    """
+    """Cosines and sines of a token, for each head; NaN for a position outside the table."""
     cos_ptr, sin_ptr, positions_ptr = pointers
     t0, t1, p0, p1 = strides
     ROWS: tl.constexpr = C.rows

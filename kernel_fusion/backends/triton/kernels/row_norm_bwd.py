@@ -14,7 +14,7 @@ h is recomputed from x or, with a residual, read. To sum columns too, programs a
 of rows, with sums for dweight and dbias in registers, and writes one partial row; sum_partials adds those in order.
 Longer rows (plan.py) have a program each for dx, which reads them twice if registers do not hold them (LOOPED), and
 another launch sums their columns. Bytes per element: x and dy in, dx out; x and dy once more if columns are summed
-apart, and for dgate also x beside h, and the gradient at h as it was rounded.
+apart.
 """
 
 from __future__ import annotations
@@ -104,10 +104,7 @@ def _long_rows(pointers, rows, col, statistics, row_mask, num_cols, count, each,
 
 @triton.jit
 def _whole_rows(pointers, rows, col, statistics, row_mask, sums, num_cols, count, each, C: tl.constexpr):
-    """dx and dother of rows that registers hold; and `sums` over rows, by pieces, with theirs.
-
-    Parts of rows give no dx and dother, but the sums of gwn and gw.
-    """
+    """dx and dother of rows that registers hold; and `sums` over rows, by pieces, with theirs."""
     PIECES: tl.constexpr = C.pieces
     AGAIN: tl.constexpr = C.again
     dweight, dbias, dgate = sums
@@ -200,7 +197,7 @@ def _rows(pointers, partials, here, lengths, strides, steps, counts, C: tl.const
 
 @triton.jit
 def _columns(pointers, partials, here, lengths, strides, steps, C: tl.constexpr):
-    """The partial sums alone: a program has a block of columns, and some tiles of rows."""
+    """The partial sums alone, of a block of columns and some tiles of rows."""
     ROWS: tl.constexpr = C.rows
     BLOCK: tl.constexpr = C.block
     num_rows = lengths[0]
@@ -233,7 +230,7 @@ def _columns(pointers, partials, here, lengths, strides, steps, C: tl.constexpr)
 
 @triton.jit
 def _joined(pointers, sums_ptr, here, lengths, strides, steps, C: tl.constexpr):
-    """dx and dother of rows whose other columns are on other ranks, from sums over all of them; the last rows first."""
+    """dx and dother of rows whose other columns are on other ranks, from sums over all; the last rows first."""
     num_rows = lengths[0]
     num_cols = lengths[1]
     number, group, groups, _ = here
@@ -286,7 +283,7 @@ def row_norm_bwd(
     gate_pitch,
     C: tl.constexpr,
 ):
-    """Backward, or a part of it. `num_rows` counts samples: rows in every group. Lengths and strides count units.
+    """Backward, or a part of it. `num_rows` counts samples: rows in every group.
 
     C.columns: partial sums alone. C.part: `dx_ptr` gets the rows' sums of gwn and gw. C.joined: `partials_ptr` has
     these, added up over the ranks, for dx and dother alone.

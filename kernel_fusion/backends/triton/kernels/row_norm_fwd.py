@@ -8,9 +8,8 @@ residual or the gate is the other row. Groups of rows may have their own weight 
 A program has ROWS whole rows, each in PIECES blocks of columns, or one row whose blocks are cut in SLICES: x is read
 once, and the variance is that of deviations from the mean. Longer rows (LOOPED) are read twice, a block at a time:
 first for the sums of deviations and their squares, then, from the L2 cache, to be normalised. The sums are about the
-mean of the row's first block, within sqrt(N / BLOCK) standard deviations of the row's, so moving them there leaves
-enough digits. h is rounded to the residual's type before the statistics, y once. Bytes per element: x and the other row
-in, y and h out; of rows whose other columns are on other ranks, x or h is read once more.
+mean of the row's first block, so near the row's that moving them there leaves enough digits. h is rounded to the
+residual's type before the statistics, y once. Bytes per element: x and the other row in, y and h out.
 """
 
 from __future__ import annotations
@@ -61,11 +60,7 @@ def _join(mean_a, squares_a, count_a, mean_b, squares_b, count_b):
 
 @triton.jit
 def _moments(hs, col, start, num_cols, count, each, C: tl.constexpr):
-    """Rows in registers: the mean (zero for RMSNorm), the deviations from it, and the mean of their squares.
-
-    Elements outside the row are zero in `hs`; `count` is N, and `each` is 1 / N. Slices are joined in one exchange
-    between warps instead of two.
-    """
+    """The mean (zero for RMSNorm) of rows in registers, zero beyond them; deviations, and the mean of their squares."""
     ACC: tl.constexpr = C.acc
     SLICES: tl.constexpr = C.slices
     WIDTH: tl.constexpr = C.block // C.slices
@@ -139,10 +134,7 @@ def _moments_of_long_rows(pointers, h_ptr, rows, row_mask, col, num_cols, count,
 
 @triton.jit
 def _long_rows(pointers, parameters, results, rows, row_mask, col, num_cols, count, each, C: tl.constexpr):
-    """y and h of rows that are read a block at a time, twice; and their mean and rstd.
-
-    Parts of rows, also in registers, give h alone, and the mean and the variance.
-    """
+    """y, h, mean and rstd of rows that are read a block at a time, twice; of parts h, mean and variance."""
     ROW: tl.constexpr = pointers[1].dtype.element_ty if C.has_residual else pointers[0].dtype.element_ty
     x_row, other_row, y_row = rows
     y_ptr = results[0]
@@ -170,10 +162,7 @@ def _long_rows(pointers, parameters, results, rows, row_mask, col, num_cols, cou
 
 @triton.jit
 def _whole_rows(pointers, parameters, results, rows, row_mask, start, col, num_cols, count, each, C: tl.constexpr):
-    """y, or its codes, and h of rows that registers hold; and their mean and rstd.
-
-    Parts of rows give h alone, and the mean and the variance.
-    """
+    """y, or its codes, h, mean and rstd of rows that registers hold; of parts h, mean and variance."""
     ROW: tl.constexpr = pointers[1].dtype.element_ty if C.has_residual else pointers[0].dtype.element_ty
     PIECES: tl.constexpr = C.pieces
     x_row, other_row, y_row = rows
@@ -268,8 +257,8 @@ def _rows(pointers, parameters, results, number, here, lengths, strides, counts,
 def _joined(pointers, parameters, results, number, here, lengths, strides, C: tl.constexpr):
     """y and the statistics of rows whose other columns are on other ranks, from sums over all of them.
 
-    They are read from h as it was written, or else from x. The sums take the place of h in `results`. The last rows
-    come first, because some are still in the L2 cache. Rows are asked for before the sums are divided, which branches.
+    The sums take the place of h in `results`. The last rows come first, because some are still in the L2 cache. Rows
+    are asked for before the sums are divided, which branches.
     """
     num_rows, num_cols, middle, inner = lengths
     group, all_rows, steps = here
@@ -329,7 +318,7 @@ def row_norm_fwd(
     gate_pitch,
     C: tl.constexpr,
 ):
-    """y, h where there is a residual, and the statistics if C.stats. Lengths and strides count units.
+    """y, h where there is a residual, and the statistics if C.stats.
 
     `num_rows` is that of samples, each of which has a row in every group. C.part: h, and instead of statistics the sums
     of squares and of values. C.joined: these, added up over the ranks, take the place of h, and y comes of them.

@@ -1,7 +1,4 @@
-"""LayerNorm and RMSNorm: what every pass over the rows does with a tile, in either direction.
-
-row_norm_fwd.py and row_norm_bwd.py have the formulas. The other row is a residual or a gate.
-"""
+"""What every pass of the norms does with a tile of rows. row_norm_fwd.py and row_norm_bwd.py have the formulas."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from kernel_fusion.backends.triton.kernels.stages import factor, times_factor_sl
 
 @triton.jit
 def normalised(pointers, offsets, at, position, masks, C: tl.constexpr, BLOCK: tl.constexpr, LAST: tl.constexpr):
-    """h of a tile, BLOCK columns wide, of x and the other row: `pointers`, the seed's the third. LAST as for `load`.
+    """h of a tile, BLOCK columns wide, of x and the other row: `pointers`, the seed's the third.
 
     `position` is that of column 0 of every row, for dropout.
     """
@@ -51,8 +48,7 @@ def weight_and_bias(pointers, col, mask, C: tl.constexpr):
 def affine(n, parameters, C: tl.constexpr, ROW: tl.constexpr):
     """norm(h) of a tile, n, and the activation's argument; `parameters` are weight and bias.
 
-    If the norm rounds twice, n is rounded to ROW, the type of h or of x, and the argument to the promoted type of that
-    and the weight's.
+    HF: n is rounded to ROW, the type of h or of x, the argument to the promoted type of that and the weight's.
     """
     weight, bias = parameters
     if C.rounding == "hf":
@@ -82,7 +78,7 @@ def store_statistics(ptr, row, num_rows, row_mask, statistics, C: tl.constexpr):
 def statistics_of(stats_ptr, row, num_stats, row_mask, C: tl.constexpr):
     """Mean and rstd.
 
-    Not by `rows_at`: Inductor takes what a function reads for written if another of its results leads to a store.
+    Not in `rows_at`: Inductor takes what a function reads for written if a result leads to a store.
     """
     if C.rms:
         rstd = load(stats_ptr, row, row_mask, C.wide)
@@ -95,10 +91,7 @@ def statistics_of(stats_ptr, row, num_stats, row_mask, C: tl.constexpr):
 
 @triton.jit
 def rows_at(sample, group, lengths, strides, steps, C: tl.constexpr):
-    """The rows of samples in a group: their numbers, where they begin in memory, and which exist.
-
-    They begin in dy, h and the other row, whose strides are given, and in dense results.
-    """
+    """Rows of samples in a group: their numbers, beginnings in dy, h, the other row and results, and which exist."""
     num_rows, num_cols, middle, inner = lengths
     row_mask = sample < num_rows
     row = row_of(sample, group, steps, C)
@@ -203,7 +196,7 @@ def write_factor(pointers, rows, at, dfactor, mask, C: tl.constexpr, LAST: tl.co
 def store_partials(pointers, program, programs, at, sums, num_cols, width, C: tl.constexpr):
     """A program's partial rows of dweight, of dbias, which lie behind those of dweight, and of dgate, at columns `at`.
 
-    A row of all groups is `width` long. Sums by rows of a tile are added up.
+    A row of all groups is `width` long.
     """
     partials_ptr, of_gate_ptr = pointers
     dweight, dbias, dgate = sums

@@ -31,7 +31,7 @@ def row_offset(row, extents, strides, UNIT: tl.constexpr, FLAT: tl.constexpr):
 def place(per_group, C: tl.constexpr, REVERSED: tl.constexpr = False):
     """This program's number in its group of rows, the group, and their number.
 
-    Axis 0 of the grid has `per_group` programs for each. REVERSED: the first programs have the last rows.
+    Axis 0 of the grid has `per_group` programs for each.
     """
     number = tl.program_id(0)
     if REVERSED:

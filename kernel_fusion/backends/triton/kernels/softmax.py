@@ -97,7 +97,7 @@ def softmax_fwd(
     mask_step,
     C: tl.constexpr,
 ):
-    """Write y. `col_units` and x's strides count units; the mask's strides count elements."""
+    """Write y. The mask's strides count elements."""
     ROWS: tl.constexpr = C.rows
     BLOCK: tl.constexpr = C.block
     num_cols = col_units * C.unit
