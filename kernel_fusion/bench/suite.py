@@ -31,10 +31,7 @@ class Shape:
 Shapes = Callable[[str, torch.dtype], Sequence[Shape]]  # by device type and dtype of the input
 Dtypes = Mapping[str, Sequence[torch.dtype]]  # by device type
 
-_DTYPES: Dtypes = {
-    "cuda": (torch.bfloat16, torch.float16, torch.float32),
-    "cpu": (torch.float32, torch.bfloat16),
-}
+_DTYPES: Dtypes = {"cuda": (torch.bfloat16, torch.float16, torch.float32), "cpu": (torch.float32, torch.bfloat16)}
 _QUICK_DTYPES: Dtypes = {"cuda": (torch.bfloat16, torch.float32), "cpu": (torch.float32,)}
 
 

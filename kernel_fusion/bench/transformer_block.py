@@ -49,14 +49,7 @@ def _pytorch(
 
 
 def _fused(
-    x: Tensor,
-    residual: Tensor,
-    w1: Tensor,
-    b1: Tensor,
-    w2: Tensor,
-    b2: Tensor,
-    p: float,
-    backend: str | None,
+    x: Tensor, residual: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, p: float, backend: str | None
 ) -> tuple[Tensor, Tensor]:
     shape = x.shape[-1:]
     n, h = kf.add_layer_norm(x, residual, shape, w1, b1, _EPS, dropout_p=p, backend=backend)

@@ -14,17 +14,7 @@ from kernel_fusion.backends.triton.row_norm import Backward, by_operator
 from kernel_fusion.core import checks
 from kernel_fusion.core.activations import IDENTITY
 from kernel_fusion.core.groups import groups_of
-from kernel_fusion.core.stages import (
-    ARGUMENTS,
-    FIRST,
-    PLACES,
-    TENSORS,
-    Given,
-    NormCall,
-    norm_call,
-    other_row,
-    row_at,
-)
+from kernel_fusion.core.stages import ARGUMENTS, FIRST, PLACES, TENSORS, Given, NormCall, norm_call, other_row, row_at
 
 
 class StagedRowNorm(torch.autograd.Function):
