@@ -90,67 +90,57 @@ def _not_zero(results: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> Te
     return torch.logical_or(results["y"] != 0, results["dx"] != 0)
 
 
-def _row_norms() -> list[Operation]:
-    def one(name: str, verb: str, parameters: Sequence[str], **stages: Any) -> Operation:
-        def pytorch(_: Dropout, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-            rms = verb == "rms_norm"
-            return unfused.staged_norm(x, None, x.shape[-1:], weight, bias, EPS, rms=rms, **stages)[0]
-
-        def fused(x: Tensor, *affine: Tensor, p: float, backend: str | None) -> Tensor:
-            y: Tensor = getattr(kf, verb)(x, x.shape[-1:], *affine, eps=EPS, backend=backend, **stages)
-            return y
-
-        return Operation(name, verb, _with_rows(*parameters), pytorch, fused)
-
+def _norms() -> list[Operation]:
+    added = product(("layer_norm", "rms_norm"), (False, True), (False, True))
     return [
-        one("layer_norm", "layer_norm", ("weight", "bias")),
-        one("layer_norm+relu", "layer_norm", ("weight", "bias"), activation="relu"),
-        one("relu+layer_norm", "layer_norm", ("weight", "bias"), pre_activation="relu"),
-        one("rms_norm", "rms_norm", ("weight",)),
+        _norm("layer_norm", "layer_norm"),
+        _norm("layer_norm+relu", "layer_norm", activation="relu"),
+        _norm("relu+layer_norm", "layer_norm", pre_activation="relu"),
+        _norm("rms_norm", "rms_norm"),
+        *(_add_norm(norm, wide_residual, dropout) for norm, wide_residual, dropout in added),
     ]
 
 
-def _add_norms() -> list[Operation]:
-    variants = product(("layer_norm", "rms_norm"), (False, True), (False, True))
-    return [_add_norm(norm, wide_residual, dropout) for norm, wide_residual, dropout in variants]
+def _norm(name: str, verb: str, **stages: Any) -> Operation:
+    """A norm of x or, by a verb that adds, of x and a residual."""
+    norm = verb.removeprefix("add_")
+    rows = ("x",) if verb == norm else ("x", "residual")
+    parameters = ("weight", "bias") if norm == "layer_norm" else ("weight",)
+
+    def pytorch(dropout: Dropout, *tensors: Tensor) -> tuple[Tensor, ...]:
+        t = dict(zip((*rows, *parameters), tensors, strict=True))
+        affine = t["x"].shape[-1:], t["weight"], t.get("bias"), EPS
+        options = {"rms": norm == "rms_norm", "dropout": dropout, **stages}
+        return unfused.staged_norm(t["x"], t.get("residual"), *affine, **options)[: len(rows)]
+
+    def fused(*tensors: Tensor, p: float, backend: str | None) -> Any:
+        given, weights = tensors[: len(rows)], tensors[len(rows) :]
+        options = {"eps": EPS, "backend": backend, **stages} | ({"dropout_p": p} if verb != norm else {})
+        return getattr(kf, verb)(*given, tensors[0].shape[-1:], *weights, **options)
+
+    return Operation(name, verb, _with_rows(*parameters, tensors=rows), pytorch, fused, ("y", "h")[: len(rows)])
 
 
 def _add_norm(norm: str, wide_residual: bool, dropout: bool) -> Operation:
-    verb = f"add_{norm}"
-    parameters = ("weight", "bias") if norm == "layer_norm" else ("weight",)
+    parts = [f"add+{norm}", *(["fp32 residual"] if wide_residual else []), *(["dropout"] if dropout else [])]
+    plain = _norm(", ".join(parts), f"add_{norm}")
+    gradients = ("residual", "weight", "bias") if norm == "layer_norm" else ("residual", "weight")
 
     def arguments(shape: Shape, dtype: torch.dtype) -> list[Argument]:
-        same = _with_rows(*parameters, tensors=("x", "residual"))(shape, dtype)
+        same = plain.arguments(shape, dtype)
         return [replace(a, dtype=torch.float32) if wide_residual and a.name == "residual" else a for a in same]
-
-    def pytorch(
-        dropout: Dropout, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        rms = norm == "rms_norm"
-        return unfused.staged_norm(x, residual, x.shape[-1:], weight, bias, EPS, rms=rms, dropout=dropout)
-
-    def fused(x: Tensor, residual: Tensor, *weights: Tensor, p: float, backend: str | None) -> kf.NormOutput:
-        options: dict[str, Any] = {"eps": EPS, "dropout_p": p, "backend": backend}
-        output: kf.NormOutput = getattr(kf, verb)(x, residual, x.shape[-1:], *weights, **options)
-        return output
 
     def kept(results: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> Tensor:
         # A dropped value leaves the residual unchanged. So does a tiny one, but that one has a gradient.
         return torch.logical_or(results["h"] != arguments["residual"], results["dx"] != 0)
 
-    parts = [f"add+{norm}", *(["fp32 residual"] if wide_residual else []), *(["dropout"] if dropout else [])]
-    return Operation(
-        ", ".join(parts),
-        verb,
-        arguments,
-        pytorch,
-        fused,
-        results=("y", "h"),
+    return replace(
+        plain,
+        arguments=arguments,
         dropout_p=DROPOUT_P if dropout else 0.0,
         kept=kept if dropout else None,
-        # h, which has the residual's size
-        backward_reads=("residual", *parameters),
-        backward_writes=None if dropout or wide_residual else ("residual", *parameters),
+        backward_reads=gradients,  # of h, which has the residual's size
+        backward_writes=None if dropout or wide_residual else gradients,
         dtypes=_HALF if wide_residual else None,
     )
 
@@ -275,7 +265,7 @@ def case_of(workload: Workload) -> RowNormCase:
 
 # Two-dimensional.
 OPERATIONS = [
-    *(*_pointwise(), *_row_norms(), *_add_norms(), *_reductions(), _softmax("softmax")),
+    *(*_pointwise(), *_norms(), *_reductions(), _softmax("softmax")),
     _softmax("softmax, scale, mask", "mask"),
     _softmax("softmax, scale, causal", "causal", causal=True),
 ]
