@@ -64,7 +64,7 @@ def suite(shapes: Sequence[str], dtype: torch.dtype) -> Suite:
     """OPERATION at every shape."""
     sizes = [tuple(map(int, shape.split("x"))) for shape in shapes]
     part = Operations((OPERATION,), lambda *_: [Shape(*named) for named in zip(shapes, sizes, strict=True)], False)
-    return Suite("own-operation", "An operation of one's own", "kernels", (part,), {"cpu": [dtype]}, {})
+    return Suite("own-operation", "Your operation", "one, beside PyTorch", (part,), dtypes={"cpu": [dtype]})
 
 
 def setup(device: torch.device) -> Setup:
