@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from kernel_fusion.backends.triton.layout import dense_strides
 from kernel_fusion.distributed.axes import Axes, Call
 
 # 2^64 / golden ratio; odd, so multiples differ.
@@ -133,9 +133,6 @@ def _part_of(placement: Placement, axes: Axes) -> Part | None:
 
 def _dense_strides(shape: torch.Size, like: torch.Tensor) -> tuple[int, ...]:
     """Gapless strides, in the order of `like`."""
-    strides, size = [1] * len(shape), 1
-    order: list[Any] = sorted(range(len(shape)), key=lambda d: (like.stride(d), -d))
-    for d in range(len(shape) - 1, -1, -1) if like.is_contiguous() else order:
-        strides[d] = size
-        size *= max(shape[d], 1)
-    return tuple(strides)
+    dims = range(len(shape))
+    order = dims if like.is_contiguous() else sorted(dims, key=lambda d: (-like.stride()[d], d))
+    return tuple(dense_strides(shape, order))
