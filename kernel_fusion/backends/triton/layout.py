@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from torch import Tensor
 
@@ -36,14 +37,6 @@ def unit(*lengths: int) -> int:
     return next((u for u in (16, 8, 4, 2) if all(n % u == 0 for n in lengths)), 1)
 
 
-def product(sizes: Sequence[int]) -> int:
-    """The product of sizes, which may be symbolic."""
-    result = 1
-    for size in sizes:
-        result = result * size
-    return result
-
-
 def merge(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
     """Drop dimensions of size 1, and merge those that have one stride in every tensor."""
     merged: list[int] = []
@@ -66,7 +59,7 @@ def outer_rows(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> Rows |
     """Rows along merged outer dimensions, or None if there are more than three."""
     if len(sizes) > _MAX_OUTER:
         return None
-    count = product(sizes)
+    count = prod(sizes)
     middle = sizes[1] if len(sizes) == _MAX_OUTER else 1
     inner = sizes[-1] if len(sizes) > 1 else 1
     padded = []
@@ -81,7 +74,7 @@ def rows_of(tensors: Sequence[Tensor], num_dims: int) -> tuple[list[Tensor], Row
     """Tensors of one shape as rows over their last `num_dims` dimensions; copied if they need more strides."""
     shape = tensors[0].shape
     split = len(shape) - num_dims
-    cols = product(shape[split:])
+    cols = prod(shape[split:])
     if not all(t.is_contiguous() for t in tensors):
         strides = [t.stride() for t in tensors]
         inner_sizes, inner_strides = merge(shape[split:], [s[split:] for s in strides])
@@ -89,7 +82,7 @@ def rows_of(tensors: Sequence[Tensor], num_dims: int) -> tuple[list[Tensor], Row
         rows = outer_rows(*merge(shape[:split], [s[:split] for s in strides]))
         if whole and rows is not None:
             return list(tensors), rows
-    count = product(shape[:split])
+    count = prod(shape[:split])
     return [t.contiguous() for t in tensors], Rows(count, 1, 1, ((cols, 0, 0),) * len(tensors))
 
 

@@ -7,6 +7,7 @@ the elements, later ones of sums. Long runs are cut into sections, whose sums ar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from kernel_fusion.backends.triton import autograd, plan
 from kernel_fusion.backends.triton.kernels import reduce as kernels
 from kernel_fusion.backends.triton.kernels.constants import Reduction, SumPartials
 from kernel_fusion.backends.triton.launch import launch, tile
-from kernel_fusion.backends.triton.layout import product
 from kernel_fusion.core import checks
 from kernel_fusion.core.activations import IDENTITY
 from kernel_fusion.core.arguments import floating, require
@@ -53,7 +53,7 @@ def forward(input: Tensor, dim: Sequence[int], keepdim: bool, kind: str, dtype: 
     require("triton_reduce_fwd", [input], _takes(input, dim, kind, dtype))
     dims = _canonical(dim, input.dim())
     wide = compute_dtype(input.dtype if input.dtype == torch.float64 else dtype)
-    count = product([input.shape[d] for d in dims])
+    count = prod([input.shape[d] for d in dims])
     runs = _runs(dims)
     values, map = input, _MAPS[kind]
     for i, (first, end) in enumerate(runs):
@@ -74,7 +74,7 @@ def _reduce_run(
     x: Tensor, first: int, end: int, map: str, wide: torch.dtype, dtype: torch.dtype, count: int | None
 ) -> Tensor:
     """x, reduced over dimensions first ... end - 1: contiguous, of shape (outer, inner)."""
-    rows, length, inner = product(x.shape[:first]), product(x.shape[first:end]), product(x.shape[end:])
+    rows, length, inner = prod(x.shape[:first]), prod(x.shape[first:end]), prod(x.shape[end:])
     if inner == 1:
         matrix = x.reshape(rows, length)
         if matrix.stride(1) != 1:
@@ -158,7 +158,7 @@ class Reduce(torch.autograd.Function):
             chain = "mul", IDENTITY, 2.0
         else:
             chain = "gate", "sign", 1.0
-            dy = dy.to(compute_dtype(torch.promote_types(dy.dtype, x.dtype))) / product([x.shape[d] for d in dims])
+            dy = dy.to(compute_dtype(torch.promote_types(dy.dtype, x.dtype))) / prod([x.shape[d] for d in dims])
         dx = torch.ops.kernel_fusion.triton_pointwise_fwd(x, dy, *chain, 0.0, None, x.dtype)
         return dx, *(None,) * 4
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import wraps
+from math import prod
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
@@ -16,7 +17,7 @@ from kernel_fusion.backends.triton.kernels.constants import RowNormBackward, Row
 from kernel_fusion.backends.triton.kernels.row_norm_bwd import row_norm_bwd
 from kernel_fusion.backends.triton.kernels.row_norm_fwd import row_norm_fwd
 from kernel_fusion.backends.triton.launch import launch, row_tile
-from kernel_fusion.backends.triton.layout import Rows, product, rows_of, unit
+from kernel_fusion.backends.triton.layout import Rows, rows_of, unit
 from kernel_fusion.backends.triton.reduce import sum_partials
 from kernel_fusion.core import checks, dropout
 from kernel_fusion.core.arguments import floating, is_seed, require, shaped
@@ -124,7 +125,7 @@ def _takes(
 
 
 def _are_statistics(stats: Tensor, h: Tensor, num_dims: int, rms: bool) -> bool:
-    rows = product(h.shape[: h.dim() - num_dims])
+    rows = prod(h.shape[: h.dim() - num_dims])
     known = stats.dtype == compute_dtype(h.dtype) and stats.is_contiguous()
     return known and shaped((1 if rms else 2, rows), stats)
 
@@ -177,7 +178,7 @@ def forward(call: NormCall, wants_stats: bool) -> tuple[Tensor, Tensor, Tensor]:
     input, residual, num_dims, *_, out_dtype, rms, s = call
     assert out_dtype is not None
     require_forward("triton_row_norm_fwd", call)
-    count = product(input.shape[: input.dim() - num_dims])
+    count = prod(input.shape[: input.dim() - num_dims])
     y = torch.empty(input.shape, dtype=out_dtype, device=input.device)
     h = input.new_empty(0) if residual is None else input.new_empty(input.shape, dtype=residual.dtype)
     stats = input.new_empty(((1 if rms else 2) * wants_stats, count), dtype=compute_dtype(input.dtype))
@@ -197,7 +198,7 @@ def require_forward(operator: str, c: NormCall) -> None:
 
 def forward_plan(c: NormCall) -> plan.Plan:
     """How forward runs."""
-    cols = product(c.input.shape[c.input.dim() - c.num_dims :])
+    cols = prod(c.input.shape[c.input.dim() - c.num_dims :])
     return plan.norm_forward(cols, c.input.dtype.itemsize, plan.device_of(c.input.device).warp_size, c.rms)
 
 
@@ -212,7 +213,7 @@ def launch_forward(
     other, wide = other_row(s, c.residual), input.dtype == torch.float64
     of = _grouped(input, num_dims, c.vectors, s.grouped)
     tensors, rows = rows_of([input] if other is None else [input, other], num_dims)
-    cols = product(input.shape[input.dim() - num_dims :])
+    cols = prod(input.shape[input.dim() - num_dims :])
     device = plan.device_of(input.device)
     beside, chained = (1, device.chained) if layout is None else (-(-cols // layout.block), False)
     layout = layout or forward_plan(c)
@@ -271,7 +272,7 @@ class Backward(NamedTuple):
         s, h, x, other = self.stages, self.h, self.x, other_row(self.stages, None)
         of = _grouped(h, self.num_dims, [self.weight, self.bias, s.residual_gate], s.grouped)
         read, rows = rows_of([self.dy, h, other if other is not None else h if x is None else x], self.num_dims)
-        size, numbers = _in_units(rows, product(h.shape[h.dim() - self.num_dims :]), of)
+        size, numbers = _in_units(rows, prod(h.shape[h.dim() - self.num_dims :]), of)
         constants = _constants(
             self.weight, self.bias, self.weight_offset, self.rms, self.stats.dtype == torch.float64, s
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from kernel_fusion.backends.triton import plan
 from kernel_fusion.backends.triton.kernels.constants import RowNormBackward
 from kernel_fusion.backends.triton.kernels.row_norm_bwd import row_norm_bwd
 from kernel_fusion.backends.triton.launch import launch, row_tile
-from kernel_fusion.backends.triton.layout import product
 from kernel_fusion.backends.triton.row_norm import (
     Backward,
     by_operator,
@@ -45,7 +45,7 @@ def _memory(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def _sums(rows: Tensor, num_dims: int, rms: bool) -> Tensor:
-    count = product(rows.shape[: rows.dim() - num_dims])
+    count = prod(rows.shape[: rows.dim() - num_dims])
     return _memory(rows, (1 if rms else 2) * count + 1, dtype=torch.float64)
 
 
@@ -73,12 +73,12 @@ def apply(call: NormCall, sums: Tensor) -> tuple[Tensor, Tensor]:
     The input is what `moments` wrote where there is a residual, and then the stages are those after the norm.
     """
     h, num_dims = call.input, call.num_dims
-    count = product(h.shape[: h.dim() - num_dims])
+    count = prod(h.shape[: h.dim() - num_dims])
     y = torch.empty(h.shape, dtype=call.out_dtype, device=h.device)
     stats = _memory(h, 1 if call.rms else 2, count, dtype=compute_dtype(h.dtype))
     if h.numel() > 0:
         require_forward("triton_row_norm_apply", call)
-        cols, device = product(h.shape[h.dim() - num_dims :]), plan.device_of(h.device)
+        cols, device = prod(h.shape[h.dim() - num_dims :]), plan.device_of(h.device)
         layout = plan.norm_apply(cols, h.dtype.itemsize, device.warp_size, warps=4)
         launch_forward(call, [y, sums, stats, None], layout, stats=True, joined=True)
     return y, stats

@@ -55,31 +55,8 @@ if INTERPRETED:
         return tl.where(x < 0.0, -t, t)
 
 else:  # pragma: gpu
-
-    @triton.jit
-    def exp(x):
-        """e^x."""
-        return libdevice.exp(x)
-
-    @triton.jit
-    def fma(a, b, c):
-        """a b + c, rounded once."""
-        return tl.fma(a, b, c)
-
-    @triton.jit
-    def expm1(x):
-        """e^x - 1."""
-        return libdevice.expm1(x)
-
-    @triton.jit
-    def log1p(x):
-        """log(1 + x)."""
-        return libdevice.log1p(x)
-
-    @triton.jit
-    def tanh(x):
-        """tanh(x)."""
-        return libdevice.tanh(x)
+    exp, expm1, log1p, tanh = libdevice.exp, libdevice.expm1, libdevice.log1p, libdevice.tanh
+    fma = tl.fma
 
 
 @triton.jit
@@ -95,7 +72,7 @@ def divide(a, b):
 def quotient(a, b, reciprocal):
     """a / b, given 1 / b; exact if it has no more digits than a, as the mean of equal numbers.
 
-    A division would cost more than a row's sums. The last operations must not fuse with later ones.
+    The last operations must not fuse with later ones.
     """
     estimate = a * reciprocal
     corrected = tl.fma(tl.fma(-estimate, b, a), reciprocal, estimate)

@@ -1,4 +1,4 @@
-"""What every pass of the norms does with a tile of rows. row_norm_fwd.py and row_norm_bwd.py have the formulas."""
+"""What every pass of the norms does with a tile. row_norm_fwd.py and row_norm_bwd.py have the formulas."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def _gradient(dy, y, total, C: tl.constexpr):
 
 @kernel()
 def softmax_bwd(dy_ptr, y_ptr, dx_ptr, num_rows, col_units, C: tl.constexpr):
-    """Write dx from contiguous dy and y; 0 if y is, with left out elements."""
+    """Write dx from contiguous dy and y."""
     ROWS: tl.constexpr = C.rows
     BLOCK: tl.constexpr = C.block
     num_cols = col_units * C.unit
