@@ -9,46 +9,25 @@ from typing import Any
 
 import torch
 
-from kernel_fusion.testing.attention import ScoresCase, SoftmaxCase
-from kernel_fusion.testing.budget import Array, Comparison, Reference, judge
-from kernel_fusion.testing.case import Case, Results, Tensors, lay_out, with_gradients
-from kernel_fusion.testing.pointwise import PointwiseCase
-from kernel_fusion.testing.reductions import ReduceCase
-from kernel_fusion.testing.rotary import RotaryCase
-from kernel_fusion.testing.row_norms import (
-    GatedNormCase,
-    Inputs,
-    ModulatedNormCase,
-    RowNormCase,
-    StagedNormCase,
-    default_eps,
-)
-
-__all__ = [
-    "Array",
-    "Case",
-    "Comparison",
-    "GatedNormCase",
-    "Inputs",
-    "ModulatedNormCase",
-    "PointwiseCase",
-    "ReduceCase",
-    "Reference",
-    "RotaryCase",
-    "RowNormCase",
-    "ScoresCase",
-    "SoftmaxCase",
-    "StagedNormCase",
-    "Tensors",
-    "compare",
-    "default_eps",
-    "judge",
-    "lay_out",
-    "make_inputs",
-    "pytorch",
-    "reference",
-    "run",
-]
+from kernel_fusion.testing.attention import ScoresCase as ScoresCase
+from kernel_fusion.testing.attention import SoftmaxCase as SoftmaxCase
+from kernel_fusion.testing.budget import Array as Array
+from kernel_fusion.testing.budget import Comparison as Comparison
+from kernel_fusion.testing.budget import Reference as Reference
+from kernel_fusion.testing.budget import judge as judge
+from kernel_fusion.testing.case import Case as Case
+from kernel_fusion.testing.case import Results, with_gradients
+from kernel_fusion.testing.case import Tensors as Tensors
+from kernel_fusion.testing.case import lay_out as lay_out
+from kernel_fusion.testing.pointwise import PointwiseCase as PointwiseCase
+from kernel_fusion.testing.reductions import ReduceCase as ReduceCase
+from kernel_fusion.testing.rotary import RotaryCase as RotaryCase
+from kernel_fusion.testing.row_norms import GatedNormCase as GatedNormCase
+from kernel_fusion.testing.row_norms import Inputs as Inputs
+from kernel_fusion.testing.row_norms import ModulatedNormCase as ModulatedNormCase
+from kernel_fusion.testing.row_norms import RowNormCase as RowNormCase
+from kernel_fusion.testing.row_norms import StagedNormCase as StagedNormCase
+from kernel_fusion.testing.row_norms import default_eps as default_eps
 
 
 def make_inputs(case: Case, device: torch.device | str, seed: int = 0) -> Any:
