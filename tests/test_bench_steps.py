@@ -116,7 +116,7 @@ def test_wrong_contender_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         return {name: partial(Trainee, name, "", model) for name, model in models.items()}
 
     monkeypatch.setattr(steps, "trainees", both)
-    found = results.start(SUITES["steps"], [torch.device("cpu")], "", True, {}, {})
+    found = results.Results("steps", "Training steps", True, results.describe([torch.device("cpu")], "", {}, {}))
     step = Step(ARCHITECTURES["llama-3-8b"], torch.float32, small=True)
     list(steps.measure(found, step, _setup()))  # type: ignore[arg-type]
     assert [m.provider for m in found.measurements] == ["pytorch"]

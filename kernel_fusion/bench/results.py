@@ -20,7 +20,6 @@ import torch
 from kernel_fusion.bench.fields import ERROR, FLAG, NAME, OBJECT, TEXT, Fields, checked
 from kernel_fusion.bench.machine import load_average, machine, versions
 from kernel_fusion.bench.providers import Contender
-from kernel_fusion.bench.suite import Suite
 from kernel_fusion.bench.timing import Outcomes, Place, Setup, Timing
 from kernel_fusion.bench.workloads import DIRECTIONS, Workload
 from kernel_fusion.testing.oracle import Comparison
@@ -332,18 +331,6 @@ def _results(head: Fields) -> Results:
 def file_name(name: str) -> str:
     """The name of a suite or group as a safe part of a file name, never a path."""
     return re.sub(r"[^A-Za-z0-9_.+-]+", "-", name)[:_LONGEST_PART]
-
-
-def start(
-    suite: Suite,
-    devices: Sequence[torch.device],
-    command: str,
-    quick: bool,
-    method: dict[str, str],
-    peers: dict[str, str],
-) -> Results:
-    """Empty results of a run that begins now; `peers` has versions, or why a peer is absent."""
-    return Results(suite.name, suite.title, quick, describe(devices, command, method, peers), interrupted=True)
 
 
 def describe(

@@ -65,7 +65,8 @@ def run_suite(
     ]
     devices = list(dict.fromkeys(setup.device for setup in setups))
     method = describe_method(suite.kind, setups)
-    found = results.start(suite, devices, command, quick, method, dict(peers or {}))
+    facts = results.describe(devices, command, method, dict(peers or {}))
+    found = Results(suite.name, suite.title, quick, facts, interrupted=True)
     with contextlib.suppress(KeyboardInterrupt):
         for finished, (setup, workload) in enumerate(jobs):
             about = f"{setup.place}, {workload.verb} {dtype_label(dtype_name(workload.dtype))}"

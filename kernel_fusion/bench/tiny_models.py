@@ -153,9 +153,8 @@ def architectures() -> list[Architecture]:
     for task, mapping in tasks.items():
         for type_, names in mapping.items():
             for name in names if isinstance(names, tuple) else (names,):
-                if name not in found:
-                    make, inputs = partial(_make, type_, name), partial(_inputs, task)
-                    found[name] = Architecture("transformers", task, name, make, inputs)
+                make, inputs = partial(_make, type_, name), partial(_inputs, task)
+                found.setdefault(name, Architecture("transformers", task, name, make, inputs))
     return list(found.values())
 
 

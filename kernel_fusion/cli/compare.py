@@ -7,12 +7,12 @@ from typing import Annotated, Literal
 
 import typer
 from rich.progress import track
-from rich.table import Table
 
 from kernel_fusion.bench import changes, results
 from kernel_fusion.bench import plot as plotting
 from kernel_fusion.bench import report as reporting
-from kernel_fusion.cli.common import console, names, progress_console, writable
+from kernel_fusion.bench.tables import Table
+from kernel_fusion.cli.common import console, names, progress_console, show, writable
 
 
 def compare(
@@ -32,7 +32,7 @@ def compare(
             out.print(f"Not the same {name}: {machines[0]} and {machines[1]}.")
     for title, found in (("Faster", comparison.faster), ("Slower", comparison.slower)):
         if found:
-            out.print(_table(title, found))
+            show(_table(title, found), out)
     counts = f"{len(comparison.faster)} faster, {len(comparison.slower)} slower"
     floor = "" if comparison.floor is None else f"; floor after ÷ before: {comparison.floor:.3f}"
     out.print(f"{comparison.cells} cells, {counts}{floor}")
@@ -85,11 +85,9 @@ def _read(path: Path) -> results.Results:
 
 
 def _table(title: str, found: list[changes.Change]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for index, column in enumerate(("cell", "provider", "before µs", "after µs", "after ÷ before")):
-        table.add_column(column, justify="right" if index > 1 else "left")
+    rows = []
     for change in found:
         cell = ", ".join(part for part in change.measurement.cell if part)
         times = (f"{1e3 * timing.median_ms:.2f}" for timing in (change.before, change.after))
-        table.add_row(cell, change.measurement.provider, *times, f"{change.ratio:.3f}")
-    return table
+        rows.append((cell, change.measurement.provider, *times, f"{change.ratio:.3f}"))
+    return Table(title, ("cell", "provider", "before µs", "after µs", "after ÷ before"), tuple(rows))
