@@ -58,6 +58,7 @@ def instead(function: Callable[..., Any]) -> Provider:
 ALL = [
     *of_suite("fused-ops"),
     *of_suite("fused-ops", BF16),
+    *of_suite("stages"),
     *(c for c in of_suite("memory") if not c.grouped),
 ]
 

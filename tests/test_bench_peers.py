@@ -175,7 +175,7 @@ _STAND_INS: dict[str, Callable[[], dict[str, Any]]] = {
 _FOR_STAGES: dict[str, Callable[[], dict[str, Any]]] = _STAND_INS | {"fla": _fla, "flashinfer": _flashinfer}
 _BY_NAME = {
     operation.name: operation
-    for operation in (*operations.OPERATIONS, *stages.GATED, *stages.MODULATED, *quantised.NORMS)
+    for operation in (*operations.OPERATIONS, *stages.GATED, *stages.MODULATED_RMS, *quantised.NORMS)
 }
 
 

@@ -1,7 +1,7 @@
 """Correctness before speed: results are compared with float64 at the shape that will be timed.
 
-Only evenly spread rows are compared, to save time. Cotangents are zero elsewhere, so that other rows add nothing to the
-gradients of parameters.
+Only evenly spread rows are compared, to save time, the same of every sample. Cotangents are zero elsewhere, so that
+other rows add nothing to the gradients of parameters.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -92,16 +93,13 @@ class _Judge:
     @classmethod
     def of(cls, workload: Workload, inputs: Inputs, max_elements: int) -> _Judge:
         """Make the judge of `workload`; its references are without dropout."""
-        per_row = max(t.numel() for t in inputs.tensors) // workload.num_rows
-        rows = spread_rows(workload.num_rows, max(1, per_row), max_elements).to(inputs.cotangents[0].device)
-
-        def picked(t: Tensor) -> Tensor:
-            return t.flatten(0, workload.lead - 1)[rows]
+        count = workload.shape[workload.row_dim]
+        per_row = max(t.numel() for t in inputs.tensors) // count
+        rows = spread_rows(count, max(1, per_row), max_elements).to(inputs.cotangents[0].device)
+        picked = partial(_picked, workload, rows)
 
         def masked(cotangent: Tensor) -> Tensor:
-            zero = torch.zeros_like(cotangent)
-            zero.flatten(0, workload.lead - 1)[rows] = picked(cotangent)
-            return zero
+            return torch.zeros_like(cotangent).index_copy_(workload.row_dim, rows, picked(cotangent))
 
         if workload.what.reduces_rows:
             few = inputs
@@ -144,7 +142,7 @@ class _Judge:
         )
 
     def _rows_of(self, name: str, t: Tensor) -> Tensor:
-        return t.detach() if self._whole(name) else t.detach().flatten(0, self.workload.lead - 1)[self.rows]
+        return t.detach() if self._whole(name) else _picked(self.workload, self.rows, t.detach())
 
     def _wrong_rate(self, kept: Tensor) -> str | None:
         """Say if dropout kept too many or too few of the elements where that shows."""
@@ -155,6 +153,12 @@ class _Judge:
         if abs(share - expected) <= _DEVIATIONS * math.sqrt(expected * (1 - expected) / count):
             return None
         return f"dropout kept {share:.4f} of {count} elements, not {expected:.4f}"
+
+
+def _picked(workload: Workload, rows: Tensor, t: Tensor) -> Tensor:
+    """These rows of every sample; what the rows of a sample share stays as it is."""
+    dim = workload.row_dim
+    return t.index_select(dim, rows) if t.shape[dim] == workload.shape[dim] else t
 
 
 def _problem(

@@ -104,12 +104,9 @@ def _norms(name: str, title: str, about: str, shapes: Shapes, **options: Any) ->
     return Suite(name, title, about, (Norms(shapes),), quick_verbs=NORMS[:1], **options)
 
 
-def _samples(sizes: Sequence[tuple[int, int]]) -> Shapes:
-    return _fixed(*((stages.BATCH, *s) for s in sizes))
-
-
-def _tokens(tokens: int, columns: int) -> Shapes:  # fewer of them on a CPU
-    return lambda device, dtype: [plain(tokens if device == "cuda" else tokens // 32, columns)]
+def _tokens(*sizes: tuple[int, int], batch: tuple[int, ...] = ()) -> Shapes:
+    """Rows and columns, of each sample of a batch; fewer rows on a CPU."""
+    return lambda device, dtype: [plain(*batch, rows if device == "cuda" else rows // 32, cols) for rows, cols in sizes]
 
 
 _CPU_SUITE = _norms(
@@ -173,15 +170,22 @@ _STAGES = Suite(
     "stages",
     "Norms with a gate, and modulated",
     "norms with a gate, or a scale and a shift for each sample, at the sizes of diffusion transformers",
-    (
-        Operations(stages.GATED, _fixed(*stages.GATED_SIZES)),
-        Operations(stages.MODULATED, _samples(stages.SIZES), batch=(stages.BATCH,)),
+    tuple(
+        Operations(of, _tokens(*sizes, batch=batch), batch=batch)
+        for of, sizes, batch in (
+            (stages.GATED, stages.GATED_SIZES, ()),
+            (stages.MODULATED, stages.SIZES, (stages.BATCH,)),
+            (stages.MODULATED_RMS, stages.SIZES[1:2], (stages.BATCH,)),
+        )
     ),
+    dtypes={"cuda": (_BF16,), "cpu": (_FP32, _BF16)},
     directions=_PASSES,
     peers=("torch.compile", "liger", "fla"),
     quick_parts=(
         Operations(stages.GATED, _fixed(*stages.QUICK_SIZES)),
-        Operations(stages.MODULATED, _samples(stages.QUICK_SIZES)),
+        Operations(
+            (*stages.MODULATED, *stages.MODULATED_RMS), _fixed(*((stages.BATCH, *s) for s in stages.QUICK_SIZES))
+        ),
     ),
 )
 
@@ -189,7 +193,7 @@ _ROPE = Suite(
     "rope",
     "Rotary embedding",
     "the rotary embedding, alone and after the norm of each head",
-    tuple(Operations(of, _tokens(*s)) for s, of in rotary.OPERATIONS.items()),
+    tuple(Operations(of, _tokens(s)) for s, of in rotary.OPERATIONS.items()),
     directions=_PASSES,
     peers=("torch.compile", "liger", "quack", "fla", "flashinfer"),
     backends=ALL_BACKENDS,

@@ -192,14 +192,14 @@ class Workload:
         return frozenset(a.name for a in self.arguments.values() if a.shared)
 
     @property
-    def lead(self) -> int:
-        """How many leading dimensions count rows."""
-        return len(self.shape) - self.what.row_dims
+    def row_dim(self) -> int:
+        """The last dimension that counts rows; those before it count samples."""
+        return len(self.shape) - self.what.row_dims - 1
 
     @property
     def num_rows(self) -> int:
-        """The number of rows."""
-        return torch.Size(self.shape[: self.lead]).numel()
+        """The number of rows, of all samples."""
+        return torch.Size(self.shape[: self.row_dim + 1]).numel()
 
     @property
     def facts(self) -> dict[str, Any]:
