@@ -164,10 +164,10 @@ def _first_call(
 
 
 def _plan_lines(chosen: str, verb: str, arguments: dict[str, Any]) -> tuple[str, ...]:
-    if isinstance(arguments.get("out_dtype"), Quantize):  # of a result in the input's dtype
-        arguments = arguments | {"out_dtype": None}
     if chosen in ("cuda", "triton") and "modulated" in verb:
         arguments = as_norm(verb, arguments)
+    if isinstance(arguments.get("out_dtype"), Quantize):  # of a result in the input's dtype
+        arguments = arguments | {"out_dtype": None}
     if chosen == "cuda":
         from kernel_fusion.backends.cuda import explain as cuda_explain
 

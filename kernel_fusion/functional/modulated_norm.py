@@ -58,7 +58,8 @@ def modulated_layer_norm(
             (float64 for float64). It is read where it lies, so a chunk of a wider projection needs no copy.
         shift: t, likewise, or None for 0.
         weight, bias, weight_offset: as for :func:`layer_norm`. (offset + w)(1 + s) and b(1 + s) + t are computed
-            first, in the compute type: as many numbers as `scale` has, for those of a scale per token a pass more.
+            first, in the compute type. Beside a scale or shift per token, PyTorch modulates the norm's result instead,
+            and rounds at each step; with an activation or codes it does not.
         pre_activation, activation, out_dtype: as for :func:`layer_norm`.
         backend: "cuda", "triton", "cpu", "eager", or None for the automatic choice.
 
@@ -251,13 +252,19 @@ def _modulated(
         for name in ("scale", "shift", "gate"):
             checks.modulation(verb, name, rows[name], input, len(shape))
         checks.other_row(verb, "residual", input, residual)
-        w, b, offset = _affine(verb, input, norm, dtype, scale, shift)
+        checks.row_norm(verb, input, weight, bias, norm[4], dtype)
+        after = _modulates_after(input, (weight, bias), (scale, shift), stages[1], norm[5])
+        w, b, offset = (weight, bias, norm[4]) if after else _affine(input, norm, scale, shift)
         (factor, term, gate), grouped = _in_groups(verb, input, shape, [w, b, gate])
         seed = eager.draw_seed(input.device) if stages[2] > 0.0 else None
         given = Given(pre, post, stages[2], seed, grouped=grouped, residual_gate=gate)
         args = input, residual, len(shape), factor, term, eps, offset, dtype, verb.endswith("rms_norm"), *given
         if quantize is None:
             y, h = operator(verb, "staged_row_norm", backend, input, residual, scale)(*args)
+            if after:
+                rounded = y.dtype
+                y = y * (1 + scale)
+                y = (y if shift is None else y + shift).to(rounded)
         else:
             y, h = quantized.norm(verb, quantize, backend, args, None, input.shape)
         return NormOutput(y, h)
@@ -266,12 +273,25 @@ def _modulated(
         raise
 
 
-def _affine(
-    verb: str, input: Tensor, norm: Norm, out_dtype: torch.dtype | None, scale: Tensor, shift: Tensor | None
-) -> tuple[Tensor, Tensor | None, float]:
+def _modulates_after(
+    input: Tensor,
+    affine: tuple[Tensor | None, Tensor | None],
+    modulation: tuple[Tensor, Tensor | None],
+    activation: str | None,
+    out_dtype: torch.dtype | Quantize | None,
+) -> bool:
+    """Whether PyTorch modulates the result of a norm that has a weight or a bias.
+
+    To multiply these into the scale of every token takes three times as many bytes.
+    """
+    per_token = any(t is not None and t.shape == input.shape for t in modulation)
+    plain = activation is None and not isinstance(out_dtype, Quantize)
+    return per_token and plain and any(t is not None for t in affine)
+
+
+def _affine(input: Tensor, norm: Norm, scale: Tensor, shift: Tensor | None) -> tuple[Tensor, Tensor | None, float]:
     """Weight, bias and offset of the norm that is modulated: those of the norm itself multiplied in."""
     _, weight, bias, _, weight_offset, _ = norm
-    checks.row_norm(verb, input, weight, bias, weight_offset, out_dtype)
     if weight is None and bias is None:
         return scale, shift, 1.0
     wide = compute_dtype(input.dtype)
@@ -307,12 +327,15 @@ def as_norm(verb: str, arguments: dict[str, Any]) -> dict[str, Any]:
     sizes, wide = arguments["normalized_shape"], compute_dtype(input.dtype)
     shape = (sizes,) if isinstance(sizes, int) else tuple(sizes)
     made = torch.empty(scale.shape, dtype=wide, device="meta")
-    affine = scale if arguments["weight"] is None else made, shift if arguments["bias"] is None else made
-    (weight, bias, gate), grouped = _in_groups(verb, input, shape, [*affine, gate])
-    assert weight is not None
-    found = arguments | {"weight": weight, "bias": bias, "rounding": "once", "grouped": grouped}
-    found |= {"gate": None, "residual_gate": gate}
-    found["weight_offset"] = 1.0 if arguments["weight"] is None else 0.0
-    if grouped and (known := groups.groups_of(input.shape, weight.shape, len(shape))) is not None:
+    found = arguments | {"gate": None, "rounding": "once"}
+    own = arguments["weight"], arguments["bias"]
+    affine = own
+    if not _modulates_after(input, own, (scale, shift), arguments["activation"], arguments["out_dtype"]):
+        affine = scale if own[0] is None else made, shift if own[1] is None else made
+        found["weight_offset"] = 1.0 if own[0] is None else 0.0
+    vectors, found["grouped"] = _in_groups(verb, input, shape, [*affine, gate])
+    found |= dict(zip(("weight", "bias", "residual_gate"), vectors, strict=True))
+    varying = next(t for t in vectors if t is not None)
+    if found["grouped"] and (known := groups.groups_of(input.shape, varying.shape, len(shape))) is not None:
         found["groups"] = known.count
     return found
