@@ -86,6 +86,22 @@ def test_rows_that_share_nothing(gated: bool, cols: int, dtype: torch.dtype) -> 
     check(ModulatedNormCase(verb, (2, 3, cols), dtype, scale=dtype, shift=dtype, varies=(2, 3), **options), CPU)
 
 
+# Grid rationale. PyTorch modulates the result of such a norm, in the dtypes of x, of the parameters, and of y; a gate per
+# token varies beside a weight that does not.
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, BF16), (BF16, F32), (F16, BF16)])
+@pytest.mark.parametrize("out", [None, BF16, F32])
+@pytest.mark.parametrize("varies", [((2, 7), None), ((2, 1), (2, 7)), ((2, 7), (7,))], ids=str)
+@pytest.mark.parametrize("verb", [*VERBS, "add_modulated_layer_norm", "add_modulated_rms_norm"])
+def test_a_weight_beside_numbers_per_token(verb: str, varies: Any, out: Any, dtypes: Any, target: Target) -> None:
+    """A weight and a bias of the norm's own are within budget where every token has a scale or a shift."""
+    dtype, other = dtypes
+    options: dict[str, Any] = {"varies": varies[0], "shift_varies": varies[1], "out_dtype": out}
+    options |= {name: other for name in ("weight", "bias", "scale", "shift")}
+    options |= {"residual": dtype, "gate": other} if verb.startswith("add_") else {}
+    check(ModulatedNormCase(verb, (2, 7, 255), dtype, weight_offset=0.5, **options), target)
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", ["padded", "unaligned", "transposed", "half", "channels-last", "expanded"])
 @pytest.mark.parametrize("varies", [(5, 1, 1), (3, 4), (3, 1), (5, 3, 4)], ids=str)
