@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from table_parts import Cell, cells_of, digits, over_floor, sources, table
+from table_parts import H100, H200, Cell, best_peer, cells_of, digits, over_floor, sources, table
 
 # The operations of each page.
 PAGES = {
@@ -57,33 +57,36 @@ def _times(cell: Cell, other: str, ours: str = "kf-cuda") -> str:
     return f"{cell[other]['median_ms'] / cell[ours]['median_ms']:.2f}"
 
 
-# The tables of other suites: the page, and the files, of which the first that has an operation counts.
+# The tables of other suites: the page and the file.
 NEWEST = {
-    "rotary embedding": ("rope", "rope.json"),
-    "quantised results": ("quantized", "quantised.json"),
+    "rotary embedding": ("rope", H200 / "rope.json"),
+    "quantised results": ("quantized", H200 / "quantised.json"),
+    "gated and modulated norms": ("modulation", H100 / "stages.json"),
 }
 
 
 def newest(name: str) -> Iterator[str]:
-    """Time over the floor, and how many times as long PyTorch takes, of each operation in bf16."""
+    """Time over the floor, and how many times as long others take, of each operation in bf16."""
     _, file = NEWEST[name]
-    cells = cells_of(file, "configuration", "operation", "direction")
+    cells = cells_of(file.name, "configuration", "operation", "direction", folder=file.parent)
     directions = list(dict.fromkeys(direction for *_, direction in cells))
     rows = []
     for shape, operation in dict.fromkeys(key[:2] for key in cells):
         row = [f"{operation}, {shape.replace('x', '×')}"]
         for direction in directions:
             cell = cells[shape, operation, direction]
+            peer = best_peer(cell)
             row += [
                 digits(cell["kf-cuda"]["median_ms"] * 1e3),
                 over_floor(cell, "kf-cuda"),
-                _times(cell, "pytorch", "kf-cuda"),
+                _times(cell, "pytorch"),
+                f"{_times(cell, peer)} {peer}" if peer else "–",
             ]
         rows.append(row)
-    figures = ("µs", "÷ floor", "PyTorch ÷ ours")
+    figures = ("µs", "÷ floor", "PyTorch ÷ ours", "best peer ÷ ours")
     head = [f"{direction}, {figure}" for direction in directions for figure in figures]
     yield from table(["operation", *head], rows)
-    yield sources(file)
+    yield sources(file.name, folder=file.parent)
     yield ""
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-H200 = RESULTS / "nvidia-h200"
+H100, H200 = RESULTS / "nvidia-h100", RESULTS / "nvidia-h200"
 
 Cell = dict[str, dict[str, Any]]  # what was measured, by provider
 
@@ -44,10 +44,16 @@ def digits(value: float) -> str:
     return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
 
 
-def sources(*files: str, root: str = "../") -> str:
+def best_peer(cell: Cell) -> str | None:
+    """The fastest of those that are neither ours nor PyTorch."""
+    peers = [name for name in cell if name not in ("floor", "pytorch") and not name.startswith("kf-")]
+    return min(peers, key=lambda name: float(cell[name]["median_ms"]), default=None)
+
+
+def sources(*files: str, root: str = "../", folder: Path = H200) -> str:
     """Links to files, from a page below `root`, the machine, and the versions of the peers in them."""
-    links = ", ".join(f"[`{file}`]({root}benchmarks/results/nvidia-h200/{file})" for file in files)
-    found = [json.loads((H200 / file).read_text()) for file in files]
+    links = ", ".join(f"[`{file}`]({root}benchmarks/results/{folder.name}/{file})" for file in files)
+    found = [json.loads((folder / file).read_text()) for file in files]
     peers = {name: version for each in found for name, version in each["peers"].items() if name != "pytorch"}
     named = "; " + ", ".join(f"{name} {version}" for name, version in peers.items()) if peers else ""
     return f"{links}: {found[0]['machine']['gpu']}, torch {found[0]['versions']['torch']}{named}."

@@ -15,7 +15,7 @@ import table_combinations as combinations
 import table_operations as operations
 import table_published as published
 from table_faults import planted
-from table_parts import RESULTS, ROOT, Cell, cells_of, digits, over_floor, sources, table
+from table_parts import RESULTS, ROOT, Cell, best_peer, cells_of, digits, over_floor, sources, table
 from table_plans import PLANNED_LENGTHS, plans
 from table_results import costs, kept
 
@@ -111,7 +111,7 @@ def headline() -> Iterator[str]:
         for direction in ("forward", "backward"):
             cell = cells["layer_norm", "bf16", name, direction]
             ours = cell["kf-cuda"]["median_ms"]
-            best = _best_peer(cell)
+            best = best_peer(cell)
             row += [f"**{cell['pytorch']['median_ms'] / ours:.1f}×**"]
             row += [f"{cell[best]['median_ms'] / ours:.2f}× {best}" if best else "–"]
             row += [f"{100 * cell['floor']['median_ms'] / ours:.0f} %"]
@@ -148,7 +148,7 @@ def norms(suite: str, direction: str) -> Iterator[str]:
         for verb in _VERBS:
             key = verb, "bf16", direction, floor["configuration"]
             if peers:
-                best = _best_peer(peers.get(key, {}))
+                best = best_peer(peers.get(key, {}))
                 row.append(f"{over_floor(peers[key], best)} {best}" if best else "–")
             else:
                 row.append(over_floor(cells[key], "pytorch"))
@@ -168,12 +168,6 @@ def _shape(suite: str, measured: dict[str, Any]) -> str:
     if suite == "odd":  # by the length, and the stride where there is one
         return str(name).partition("x")[2]
     return f"{name}, {shape}" if suite == "models" else shape
-
-
-def _best_peer(cell: Cell) -> str | None:
-    """The fastest of those that are neither ours nor PyTorch."""
-    peers = [name for name in cell if name not in ("floor", "pytorch", "kf-cuda")]
-    return min(peers, key=lambda name: float(cell[name]["median_ms"]), default=None)
 
 
 def host() -> Iterator[str]:
@@ -233,7 +227,7 @@ TABLES: dict[tuple[str, str], Callable[[], Iterator[str]]] = {  # by page and na
     ("docs/mental_model.md", "bytes"): operations.bytes_moved,
     **{(f"docs/{page}.md", f"fused-ops {page}"): partial(operations.fused, page) for page in operations.PAGES},
     **{("docs/combinations.md", name): getattr(combinations, name) for name in ("options", "conditions", "backends")},
-    **{(f"docs/{page}.md", name): partial(operations.newest, name) for name, (page, *_) in operations.NEWEST.items()},
+    **{(f"docs/{page}.md", name): partial(operations.newest, name) for name, (page, _) in operations.NEWEST.items()},
     ("docs/faults.md", "faults"): planted,
     ("docs/results.md", "results"): kept,
     **{("docs/plans.md", f"plans {direction}"): partial(plans, direction) for direction in PLANNED_LENGTHS},

@@ -86,8 +86,8 @@ def test_rows_that_share_nothing(gated: bool, cols: int, dtype: torch.dtype) -> 
     check(ModulatedNormCase(verb, (2, 3, cols), dtype, scale=dtype, shift=dtype, varies=(2, 3), **options), CPU)
 
 
-# Grid rationale. PyTorch modulates the result of such a norm, in the dtypes of x, of the parameters, and of y; a gate per
-# token varies beside a weight that does not.
+# Grid rationale. PyTorch modulates the result of such a norm, in the dtypes of x, of the parameters, and of y; a gate
+# per token varies beside a weight that does not.
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, BF16), (BF16, F32), (F16, BF16)])
 @pytest.mark.parametrize("out", [None, BF16, F32])
@@ -97,7 +97,7 @@ def test_a_weight_beside_numbers_per_token(verb: str, varies: Any, out: Any, dty
     """A weight and a bias of the norm's own are within budget where every token has a scale or a shift."""
     dtype, other = dtypes
     options: dict[str, Any] = {"varies": varies[0], "shift_varies": varies[1], "out_dtype": out}
-    options |= {name: other for name in ("weight", "bias", "scale", "shift")}
+    options |= dict.fromkeys(("weight", "bias", "scale", "shift"), other)
     options |= {"residual": dtype, "gate": other} if verb.startswith("add_") else {}
     check(ModulatedNormCase(verb, (2, 7, 255), dtype, weight_offset=0.5, **options), target)
 
