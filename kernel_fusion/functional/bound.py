@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kernel_fusion.backends import eager
 from kernel_fusion.backends.availability import PLAIN_TENSORS
 from kernel_fusion.config import state
 from kernel_fusion.core.stages import Given
@@ -51,13 +52,18 @@ def norm(verb: Call, rms: bool, weight_offset: float, out_dtype: Any, rounding: 
 
 
 def add_norm(verb: Call, rms: bool, weight_offset: float, out_dtype: Any, rounding: str) -> Call:
-    """`verb`, an `add_*` norm with these options, of the same arguments and, second, a residual."""
+    """`verb`, an `add_*` norm with these options, of the same arguments, second a residual, last `dropout_p`."""
     after = _after(rms, weight_offset, out_dtype, rounding)
+    dropping = weight_offset, out_dtype, rms, *Given()[: Given._fields.index("dropout_p")]
 
-    def add(x: Tensor, residual: Tensor, num_dims: int, weight: Any, bias: Any, eps: float | None) -> Any:
+    def add(
+        x: Tensor, residual: Tensor, num_dims: int, weight: Any, bias: Any, eps: float | None, p: float = 0.0
+    ) -> Any:
         if _is_usual(x) and type(residual) in PLAIN_TENSORS and eps is not None:
-            return _staged(x, residual, num_dims, weight, bias, eps, *after)
-        return verb(x, residual, x.shape[-num_dims:], weight=weight, bias=bias, eps=eps)
+            if p == 0.0:
+                return _staged(x, residual, num_dims, weight, bias, eps, *after)
+            return _staged(x, residual, num_dims, weight, bias, eps, *dropping, p, eager.draw_seed(x.device), rounding)
+        return verb(x, residual, x.shape[-num_dims:], weight=weight, bias=bias, eps=eps, dropout_p=p)
 
     return add
 

@@ -148,14 +148,14 @@ def _forward(form: NormForm, original: type[nn.Module]) -> Callable[..., Any]:
 def _add(form: NormForm) -> Callable[..., Any]:
     sums = {key: form.bound(key, case, adds=True) for key, case in form.cases}
 
-    def add(self: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The sum's norm and the sum, if that was examined."""
+    def add(self: nn.Module, x: Tensor, residual: Tensor, dropout_p: float = 0.0) -> tuple[Tensor, Tensor] | None:
+        """The norm of the sum, of x after dropout and residual, and the sum, if that was examined."""
         num_dims = form.num_dims(residual)
         if not num_dims:
             return None
         weight, bias, eps = form.parts(self)
         norm = _of_call(sums, residual, weight)
-        return norm(x, residual, num_dims, weight, bias, eps) if norm else None
+        return norm(x, residual, num_dims, weight, bias, eps, dropout_p) if norm else None
 
     return add
 

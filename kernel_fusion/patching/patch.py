@@ -18,7 +18,7 @@ from kernel_fusion.patching.norms import NormForm
 from kernel_fusion.patching.report import Line, Report
 from kernel_fusion.patching.rewrite import RewriteForm
 from kernel_fusion.patching.rotary import ONCE, AnglesForm, confirm_rotary, fit_angles, fit_rotary
-from kernel_fusion.patching.sites import identity
+from kernel_fusion.patching.sites import identity, is_dropout
 from kernel_fusion.patching.stand_in import StandIn, examining, settings
 from kernel_fusion.patching.swap import Plan, change, is_changed, original_class, plan_of, restore
 
@@ -34,6 +34,7 @@ def patch(
     mlps: bool = True,
     activations: bool = True,
     residuals: bool = True,
+    dropouts: bool = True,
     rotary: bool = True,
     rounding: str = "match",
 ) -> Report:
@@ -53,6 +54,8 @@ def patch(
         activations: activations written as formulas, and `nn.Softmax` over the last dimension. Those that PyTorch
             computes in one kernel are left.
         residuals: additions whose sum the same method gives to a patched norm.
+        dropouts: `nn.Dropout` and `F.dropout` of a term of such a sum. An active one then draws other numbers than
+            PyTorch's from the same generator, with the same distribution; its p and mode are read at each call.
         rotary: functions called as `f(query, key, cos, sin)` that turn heads, where a module of the model makes the
             angles.
         rounding: "match" rounds each norm as the module does; "once" or "hf" (see :func:`kernel_fusion.layer_norm`)
@@ -92,7 +95,7 @@ def patch(
                 if rotary:
                     walk.angles(name, module)
         for name, module in named:
-            walk.expressions(name, module, mlps, residuals, rotary)
+            walk.expressions(name, module, mlps, residuals, dropouts, rotary)
         walk.mark_angles()
     walk.report.seconds = time.perf_counter() - start
     return walk.report
@@ -200,7 +203,9 @@ class _Walk:
             if form.layout in self.turned:
                 self._settle(name, module, form)
 
-    def expressions(self, name: str, module: nn.Module, mlps: bool, residuals: bool, rotary: bool) -> None:
+    def expressions(
+        self, name: str, module: nn.Module, mlps: bool, residuals: bool, dropouts: bool, rotary: bool
+    ) -> None:
         """Rewrite gated products, additions before norms and rotations in a module's methods."""
         if plan_of(module) is not None:
             return
@@ -208,14 +213,17 @@ class _Walk:
         acts = (
             [a for f in found.values() for text in sorted(f.acts) if (a := self._act(module, f, text))] if mlps else []
         )
-        norms = (
-            {text for f in found.values() for text in f.norms if self._adds(name, text, _value(module, f, text))}
+        additions = {
+            addition
+            for f in found.values()
+            for addition in f.additions
             if residuals
-            else set()
-        )
+            and (addition.dropout is None or (dropouts and is_dropout(_value(module, f, addition.dropout))))
+            and self._adds(name, addition.norm, _value(module, f, addition.norm))
+        }
         turning = {key for f in found.values() for key in f.rotary if rotary and self._turns(name, module, f, *key)}
-        if acts or norms or turning:
-            form = RewriteForm(tuple(dict.fromkeys(acts)), frozenset(norms), frozenset(turning))
+        if acts or additions or turning:
+            form = RewriteForm(tuple(dict.fromkeys(acts)), frozenset(additions), frozenset(turning))
             self._settle(name, module, _hands_off(module) or form)
 
     def _adds(self, name: str, text: str, norm: Any) -> bool:

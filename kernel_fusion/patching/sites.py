@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from kernel_fusion.functional import bound, gated_act
-from kernel_fusion.patching.swap import is_bare, is_changed, original_class
+from kernel_fusion.patching.swap import is_bare, original_class
 
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -41,13 +42,60 @@ def gated_by(acts: dict[str, tuple[Any, str]]) -> Callable[[str, Any, Any, Any],
 
 def add_norm(norm: Any, a: Any, b: Any) -> tuple[Any, Any]:
     """`norm(a + b)` and `a + b`, in one pass if the norm is patched and has no hooks."""
-    add = getattr(norm, "_kf_add", None) if is_changed(norm) and not torch.compiler.is_dynamo_compiling() else None
-    if add is not None and is_bare(norm) and isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape:
+    add = _adding(norm)
+    if add is not None and isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape:
         pair = _in_order(a, b)
-        if pair is not None and (found := add(*pair)) is not None:
+        if pair is not None and (found := add(norm, *pair)) is not None:
             return found  # type: ignore[no-any-return]
     h = a + b
     return norm(h), h
+
+
+def drop_add_norm(norm: Any, residual: Any, x: Any, dropout: Any, *args: Any, **options: Any) -> tuple[Any, Any]:
+    """`norm(h)` and `h = dropout(x, *args, **options) + residual`, in one pass if it is PyTorch's dropout."""
+    add = _adding(norm)
+    if (
+        add is not None
+        and isinstance(x, Tensor)
+        and isinstance(residual, Tensor)
+        and x.shape == residual.shape
+        and (x.dtype is residual.dtype or _in_order(residual, x) == (x, residual))
+        and (p := _probability(dropout, args, options)) is not None
+        and (found := add(norm, x, residual, p)) is not None
+    ):
+        return found  # type: ignore[no-any-return]
+    return add_norm(norm, dropout(x, *args, **options), residual)
+
+
+def _adding(norm: Any) -> Any:
+    """The method for a sum before a norm that is patched and has no hooks, outside the compiler."""
+    add = type(norm).__dict__.get("_kf_add")  # not a class that somebody made of a changed one
+    return add if add is not None and not torch.compiler.is_dynamo_compiling() and is_bare(norm) else None
+
+
+def is_dropout(dropout: Any) -> bool:
+    """Whether this is PyTorch's dropout, the module or the function."""
+    return type(dropout) is nn.Dropout or dropout is F.dropout
+
+
+def _probability(dropout: Any, args: tuple[Any, ...], options: dict[str, Any]) -> float | None:
+    """The probability with which a call of a dropout zeroes an element; None if it is not just that."""
+    if type(dropout) is nn.Dropout:
+        p, training, inplace = dropout.p, dropout.training, dropout.inplace
+        if args or options or not is_bare(dropout):
+            return None
+    elif dropout is F.dropout:
+        p, training, inplace = _of_function(*args, **options)
+    else:
+        return None
+    if inplace or not 0.0 <= p <= 1.0:
+        return None
+    return p if training else 0.0
+
+
+def _of_function(p: float = 0.5, training: bool = True, inplace: bool = False) -> tuple[float, bool, bool]:
+    """The arguments of `F.dropout` after its input."""
+    return p, training, inplace
 
 
 def _in_order(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
