@@ -12,20 +12,30 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from kernel_fusion.backends import eager
+from kernel_fusion.backends.availability import PLAIN_TENSORS
+from kernel_fusion.config import state
 from kernel_fusion.core import checks, groups
 from kernel_fusion.core.quantize import Quantize
 from kernel_fusion.core.spec import compute_dtype
 from kernel_fusion.core.stages import Given
 from kernel_fusion.functional import interop, quantized
-from kernel_fusion.functional.norm_arguments import Norm, explain_norm, resolved
+from kernel_fusion.functional.norm_arguments import Norm, explain_norm, num_normalized_dims, resolved
 from kernel_fusion.functional.results import NormOutput
+from kernel_fusion.operators import schemas
 from kernel_fusion.operators.dispatch import operator
 
 # scale, shift, gate.
 _Modulation = tuple[Tensor, Tensor | None, Tensor | None]
 _Stages = tuple[str | None, str | None, float]  # pre_activation, activation, dropout_p
+
+_STAGED = schemas.overload("staged_row_norm")
+_staged = _STAGED._op  # as in row_norm.py
+# The arguments from `rounding` on, up to the gate of the residual.
+_IN_GROUPS = Given(grouped=True)[Given._fields.index("rounding") : Given._fields.index("residual_gate")]
+_EPS = (float, type(None))
 
 
 def modulated_layer_norm(
@@ -245,6 +255,12 @@ def _modulated(
             raise TypeError(f"`{verb}`: `{name}` must be a tensor, got None; without one the verb is `{other}`")
     rows = {"input": input, "residual": residual, "scale": scale, "shift": shift, "gate": gate}
     try:
+        if backend is None and state.backend is None and _is_usual(input, residual, norm, modulation):
+            seed = eager.draw_seed(input.device) if stages[2] > 0.0 else None
+            eps = schemas.default_eps(input) if norm[3] is None else norm[3]
+            args = input, residual, 1, scale, shift, eps, 1.0, None, verb.endswith("rms_norm")
+            serve = _STAGED if is_dynamo_compiling() else _staged
+            return NormOutput(*serve(*args, pre, post, stages[2], seed, *_IN_GROUPS, gate))
         shape, eps = resolved(verb, input, norm)
         if not checks.parameters_fit(shape, weight, bias):
             eager.pytorch_row_norm(input, shape, weight, bias, eps, 0.0, None, verb.endswith("rms_norm"))  # raises
@@ -255,15 +271,39 @@ def _modulated(
         (factor, term, gate), grouped = _in_groups(verb, input, shape, [w, b, gate])
         seed = eager.draw_seed(input.device) if stages[2] > 0.0 else None
         given = Given(pre, post, stages[2], seed, grouped=grouped, residual_gate=gate)
-        args = input, residual, len(shape), factor, term, eps, offset, dtype, verb.endswith("rms_norm"), *given
+        call = input, residual, len(shape), factor, term, eps, offset, dtype, verb.endswith("rms_norm"), *given
         if quantize is None:
-            y, h = operator(verb, "staged_row_norm", backend, input, residual, scale)(*args)
+            y, h = operator(verb, "staged_row_norm", backend, input, residual, scale)(*call)
         else:
-            y, h = quantized.norm(verb, quantize, backend, args, None, input.shape)
+            y, h = quantized.norm(verb, quantize, backend, call, None, input.shape)
         return NormOutput(y, h)
     except checks.REFUSALS as error:
         explain_norm(verb, error, rows, norm)
         raise
+
+
+def _is_usual(input: Tensor, residual: Tensor | None, norm: Norm, modulation: _Modulation) -> bool:
+    """Whether the operator takes all tensors as they are: of one dtype and device, vectors of samples, (B, 1, N)."""
+    normalized_shape, weight, bias, eps, weight_offset, out_dtype = norm
+    if weight is not None or bias is not None or weight_offset != 0.0 or out_dtype is not None:
+        return False
+    if num_normalized_dims(input, normalized_shape) != 1 or type(eps) not in _EPS or modulation[0] is None:
+        return False
+    size = input.shape
+    if len(size) != 3 or size[0] == 1:
+        return False
+    dtype, device, sample = input.dtype, input.device, (size[0], 1, size[2])
+    for p in modulation:
+        if p is not None and (
+            type(p) not in PLAIN_TENSORS or p.shape != sample or p.dtype is not dtype or p.device != device
+        ):
+            return False
+    return residual is None or (
+        type(residual) in PLAIN_TENSORS
+        and residual.shape == size
+        and residual.dtype is dtype
+        and residual.device == device
+    )
 
 
 def _affine(
