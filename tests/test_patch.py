@@ -7,18 +7,16 @@ import copy
 import functools
 import io
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from dropout_statistics import suspicions
+from patch_support import assert_no_worse, operations, outcomes, randomized, texts
 from support import python
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kernel_fusion as kf
-from kernel_fusion.bench.model_coverage import InFloat64
 
 
 class HubNorm(nn.Module):
@@ -122,38 +120,6 @@ class Model(nn.Sequential):
 
     def __init__(self, size: int = 32, norm: type[nn.Module] = HubNorm) -> None:
         super().__init__(Block(size, norm), Block(size, norm), norm(size))
-
-
-def randomized(model: Any) -> Any:
-    """The model with no parameter at its initial value."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
-
-
-def outcomes(model: nn.Module, *inputs: Tensor) -> list[Tensor]:
-    """The result and every gradient, for one random cotangent."""
-    leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    y = model(*leaves)
-    cotangent = torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).to(y.dtype)
-    wanted = [*leaves, *(p for p in model.parameters() if p.requires_grad)]
-    return [y.detach(), *torch.autograd.grad(y, wanted, cotangent)]
-
-
-def assert_no_worse(model: nn.Module, patched: nn.Module, *inputs: Tensor) -> None:
-    """Every result of the patched model is at most twice as far from a float64 run, and one rounding."""
-    with InFloat64():
-        exact = outcomes(copy.deepcopy(model).double(), *(x.double() for x in inputs))
-    for ours, theirs, true in zip(outcomes(patched, *inputs), outcomes(model, *inputs), exact, strict=True):
-        assert ours.dtype == theirs.dtype
-        unit = torch.finfo(ours.dtype).eps / 2 * true.norm()
-        assert (ours.double() - true).norm() <= 2 * ((theirs.double() - true).norm() + unit)
-
-
-def texts(report: kf.Report) -> dict[str, str]:
-    """The replacement of each class."""
-    return {line.kind: line.text for line in report.replaced}
 
 
 NORMS = [
@@ -282,137 +248,6 @@ def test_gated_products(mlp: nn.Module) -> None:
     assert_no_worse(mlp, patched, torch.randn(7, 16))
 
 
-class Dropping(nn.Module):
-    """Dropout, addition and norm, in the orders that models write them; returns the norm and the sum."""
-
-    def __init__(self, size: int = 32, p: float = 0.25) -> None:
-        super().__init__()
-        self.norm, self.dropout, self.p = nn.LayerNorm(size), nn.Dropout(p), p
-
-    def forward(self, x: Tensor, residual: Tensor) -> Any:
-        x = x * 2
-        x = self.dropout(x)
-        h = x + residual
-        y = self.norm(h)
-        return y, h
-
-
-class DroppingByFunction(Dropping):
-    """The function in place of the module, and the residual first."""
-
-    def forward(self, x: Tensor, residual: Tensor) -> Any:
-        x = F.dropout(x * 2, p=self.p, training=self.training)
-        x = residual + x
-        residual = x
-        x = self.norm(x)
-        return x, residual
-
-
-class DroppingInside(Dropping):
-    """All in one expression, the sum only for the norm."""
-
-    def forward(self, x: Tensor, residual: Tensor) -> Any:
-        return self.norm(self.dropout(x * 2) + residual), residual
-
-
-DROPPING = [Dropping, DroppingByFunction, DroppingInside]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", DROPPING)
-def test_dropout_joins_the_addition(kind: type[Dropping], dtype: torch.dtype) -> None:
-    """Dropout before an addition is named in the report, and inactive it changes no result for the worse."""
-
-    class Joined(nn.Sequential):
-        """Both results as one tensor."""
-
-        def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-            return torch.cat(self[0](x, residual))
-
-    model = randomized(Joined(kind())).to(dtype).eval()
-    patched = copy.deepcopy(model)
-    assert texts(kf.patch(patched))[kind.__name__] == "dropout and addition before self.norm"
-    assert_no_worse(model, patched, *torch.randn(2, 7, 32).to(dtype))
-
-
-@pytest.mark.parametrize("kind", [Dropping, DroppingByFunction])
-def test_patched_dropout_drops_as_it_should(kind: type[Dropping]) -> None:
-    """Elements drop independently with p, others are scaled, the norm is of that sum, and a seed repeats it all."""
-    model, residual = kind(256), torch.randn(64, 256)
-    kf.patch(model)
-    x = torch.ones(64, 256, requires_grad=True)
-    torch.manual_seed(3)
-    y, h = model(x, residual)
-    kept = h - residual
-    dropped = kept.abs() < 1
-    torch.testing.assert_close(kept, torch.where(dropped, 0.0, 2 / 0.75))
-    assert suspicions(dropped, 0.25) == {}
-    torch.testing.assert_close(y, model.norm(h))
-    assert torch.equal(torch.autograd.grad(h.sum(), x)[0] == 0, dropped)
-    assert not torch.equal(model(x, residual)[1], h)
-    torch.manual_seed(3)
-    assert torch.equal(model(x, residual)[1], h)
-
-
-@pytest.mark.parametrize("kind", [Dropping, DroppingByFunction])
-def test_probability_and_mode_are_read_at_each_call(kind: type[Dropping]) -> None:
-    """p and the mode may change after the patch; a p that is no probability raises as before."""
-    model, (x, residual) = kind(), torch.randn(2, 8, 32)
-    kf.patch(model)
-    model.eval()
-    torch.testing.assert_close(model(x, residual)[1], 2 * x + residual)
-    model.train()
-    model.p = model.dropout.p = 1.0
-    torch.testing.assert_close(model(x, residual)[1], residual)
-    model.p = model.dropout.p = 1.5
-    with pytest.raises(ValueError, match="dropout probability has to be between 0 and 1"):
-        model(x, residual)
-
-
-def test_dropout_with_hooks_or_in_place_is_called() -> None:
-    """A dropout that is watched, works in place or was replaced computes by itself."""
-    model, (x, residual) = Dropping(p=0.0), torch.randn(2, 8, 32)
-    kf.patch(model)
-    seen: list[Any] = []
-    handle = model.dropout.register_forward_hook(lambda *args: seen.append(args[2]))
-    model(x, residual)
-    assert torch.equal(seen[0], 2 * x)
-    handle.remove()
-    model.dropout = nn.Dropout(1.0, inplace=True)
-    torch.testing.assert_close(model(x, residual)[1], residual)
-    model.dropout = nn.Tanh()
-    torch.testing.assert_close(model(x, residual)[1], torch.tanh(2 * x) + residual)
-
-
-def test_a_dropped_value_that_is_read_again_is_made() -> None:
-    """Where another statement reads what was dropped, dropout stays apart from the addition."""
-
-    class Twice(Dropping):
-        def forward(self, x: Tensor, residual: Tensor) -> Any:
-            x = self.dropout(x)
-            y = self.norm(x + residual)
-            return y, x
-
-    model, (x, residual) = Twice(), torch.randn(2, 8, 32)
-    assert texts(kf.patch(model))["Twice"] == "addition before self.norm"
-    y, dropped = model(x, residual)
-    torch.testing.assert_close(y, model.norm(dropped + residual))
-
-
-def test_patched_dropout_is_drawn_again_by_checkpoints() -> None:
-    """A checkpoint that runs again drops the same elements."""
-    model, (x, residual) = DroppingInside(), torch.randn(2, 8, 32)
-    kf.patch(model)
-    results = []
-    for checkpointed in (False, True):
-        torch.manual_seed(1)
-        leaf = x.clone().requires_grad_()
-        run: Any = functools.partial(torch.utils.checkpoint.checkpoint, model, use_reentrant=False)
-        y = (run if checkpointed else model)(leaf, residual)[0]
-        results.append([y, *torch.autograd.grad(y, leaf, residual)])
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
-
-
 def kept_for_backward(model: nn.Module, x: Tensor) -> int:
     """How many bytes of its own a model keeps."""
     sizes: dict[int, int] = {}
@@ -503,16 +338,6 @@ def test_each_option_leaves_its_modules(option: str) -> None:
         "residuals": {"Block"},
     }[option]
     assert found == {"HubNorm", "Block", "GatedMlp", "FormulaGelu", "Softmax"} - missing
-
-
-def test_dropouts_may_stay() -> None:
-    """With `dropouts=False` the numbers are drawn as before, and the addition is fused."""
-    model, (x, residual) = Dropping(), torch.randn(2, 8, 32)
-    torch.manual_seed(2)
-    expected = model(x, residual)
-    assert texts(kf.patch(model, dropouts=False))["Dropping"] == "addition before self.norm"
-    torch.manual_seed(2)
-    torch.testing.assert_close(model(x, residual), expected)
 
 
 def test_a_second_patch_changes_nothing() -> None:
@@ -654,24 +479,12 @@ def test_compiled_before_and_after() -> None:
     torch.testing.assert_close(compiled(x), expected)
 
 
-@pytest.mark.parametrize(("make", "inputs"), [(Model, 1), (DroppingInside, 2)])
-def test_the_compiler_sees_the_unpatched_model(make: Callable[[], nn.Module], inputs: int) -> None:
+def test_the_compiler_sees_the_unpatched_model() -> None:
     """A patched model's graph has the operations of the unpatched one, which the compiler fuses itself."""
-    model, tensors = randomized(make()), torch.randn(inputs, 4, 32)
-
-    def operations() -> list[str]:
-        seen: list[str] = []
-
-        def record(graph: torch.fx.GraphModule, _: Any) -> Any:
-            seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
-            return graph
-
-        torch.compile(model, backend=record, fullgraph=True)(*tensors)
-        return seen
-
-    unpatched = operations()
+    model, x = randomized(Model()), torch.randn(4, 32)
+    unpatched = operations(model, x)
     assert kf.patch(model).replaced
-    assert sorted(operations()) == sorted(unpatched)
+    assert operations(model, x) == unpatched
 
 
 def test_checkpointing() -> None:

@@ -6,7 +6,7 @@ what never changes between calls, cost the host as much time as the operator its
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -66,6 +66,44 @@ def add_norm(verb: Call, rms: bool, weight_offset: float, out_dtype: Any, roundi
         return verb(x, residual, x.shape[-num_dims:], weight=weight, bias=bias, eps=eps, dropout_p=p)
 
     return add
+
+
+def modulated_norm(verb: Any, add_verb: Any, rms: bool) -> Call:
+    """`verb`, a modulated norm, or `add_verb` with a residual, partials with an `out_dtype`.
+
+    They are called with an input, a residual, its gate, scale, shift and eps. The result is y and h, or None where a
+    vector does not broadcast to the input.
+    """
+    before = 1.0, verb.keywords["out_dtype"], rms
+    in_groups = *before, *Given(grouped=True)[: Given._fields.index("residual_gate")]
+
+    def modulate(x: Tensor, residual: Tensor | None, gate: Any, scale: Any, shift: Any, eps: float | None) -> Any:
+        size, shape = x.shape, scale.shape
+        if (
+            len(size) == 3
+            and shape == (size[0], 1, size[2])
+            and size[0] != 1
+            and _is_usual(x)
+            and type(scale) in PLAIN_TENSORS
+            and eps is not None
+            and (shift is None or (type(shift) in PLAIN_TENSORS and shift.shape == shape))
+            and (residual is None or type(residual) in PLAIN_TENSORS)
+            and (gate is None or (type(gate) in PLAIN_TENSORS and gate.shape == shape))
+        ):
+            return _staged(x, residual, 1, scale, shift, eps, *in_groups, gate)
+        if not all(p is None or _broadcasts(p.shape, size) for p in (gate, scale, shift)):
+            return None
+        if residual is None:
+            return verb(x, size[-1:], scale, shift, eps=eps), x
+        return add_verb(x, residual, size[-1:], scale, shift, eps=eps, gate=gate)
+
+    return modulate
+
+
+def _broadcasts(shape: Sequence[int], size: Sequence[int]) -> bool:
+    """Whether rows of this shape broadcast to an input of this size."""
+    own = zip(shape[::-1], size[::-1], strict=False)
+    return 0 < len(shape) <= len(size) and shape[-1] == size[-1] and all(n in (1, rows) for n, rows in own)
 
 
 def gated_act(verb: Call, activation: str) -> Call:

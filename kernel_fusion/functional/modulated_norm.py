@@ -257,8 +257,8 @@ def _modulated(
     try:
         if backend is None and state.backend is None and _is_usual(input, residual, norm, modulation):
             seed = eager.draw_seed(input.device) if stages[2] > 0.0 else None
-            eps = schemas.default_eps(input) if norm[3] is None else norm[3]
-            args = input, residual, 1, scale, shift, eps, 1.0, None, verb.endswith("rms_norm")
+            usual_eps = schemas.default_eps(input) if norm[3] is None else norm[3]
+            args = input, residual, 1, scale, shift, usual_eps, 1.0, None, verb.endswith("rms_norm")
             serve = _STAGED if is_dynamo_compiling() else _staged
             return NormOutput(*serve(*args, pre, post, stages[2], seed, *_IN_GROUPS, gate))
         shape, eps = resolved(verb, input, norm)

@@ -17,6 +17,7 @@ from kernel_fusion.patching.confirm import confirm
 from kernel_fusion.patching.norms import NormForm
 from kernel_fusion.patching.report import Line, Report
 from kernel_fusion.patching.rewrite import RewriteForm
+from kernel_fusion.patching.rewriter import Site
 from kernel_fusion.patching.rotary import ONCE, AnglesForm, confirm_rotary, fit_angles, fit_rotary
 from kernel_fusion.patching.sites import identity, is_dropout
 from kernel_fusion.patching.stand_in import StandIn, examining, settings
@@ -213,27 +214,31 @@ class _Walk:
         acts = (
             [a for f in found.values() for text in sorted(f.acts) if (a := self._act(module, f, text))] if mlps else []
         )
-        additions = {
-            addition
+        allowed = {
+            site
             for f in found.values()
-            for addition in f.additions
+            for site in f.sites
             if residuals
-            and (addition.dropout is None or (dropouts and is_dropout(_value(module, f, addition.dropout))))
-            and self._adds(name, addition.norm, _value(module, f, addition.norm))
+            and (not site.dropout or (dropouts and is_dropout(_value(module, f, site.dropout))))
+            and self._joins(name, site, _value(module, f, site.norm))
         }
+        sites = {site for f in found.values() if f.sites & allowed for site in rewrite.taken(f, allowed)}
         turning = {key for f in found.values() for key in f.rotary if rotary and self._turns(name, module, f, *key)}
-        if acts or additions or turning:
-            form = RewriteForm(tuple(dict.fromkeys(acts)), frozenset(additions), frozenset(turning))
+        if acts or sites or turning:
+            form = RewriteForm(tuple(dict.fromkeys(acts)), frozenset(sites), frozenset(turning))
             self._settle(name, module, _hands_off(module) or form)
 
-    def _adds(self, name: str, text: str, norm: Any) -> bool:
-        """Whether an addition before a patched norm may become one pass with it; why not, the report says."""
+    def _joins(self, name: str, site: Site, norm: Any) -> bool:
+        """Whether what stands around a patched norm may become one pass with it; why not, the report says."""
         if not isinstance(norm, nn.Module) or not isinstance(form := plan_of(norm), NormForm) or form.gate is not None:
             return False
-        key = "addition", form, _kind(norm), _place(norm)
-        reason = self.once(key, lambda: confirm(norm, form, after_sum=True))
+        if site.modulated and not form.modulates:
+            return False
+        key = "site", site.adds, site.modulated, form, _kind(norm), _place(norm)
+        reason = self.once(key, lambda: confirm(norm, form, site.adds, site.modulated))
         if reason is not None:
-            self.report.left.append(Line(type(norm).__name__, f"addition before it: {reason}", f"{name}.{text}"))
+            text = f"{site._replace(norm='it', dropout='')}: {reason}"
+            self.report.left.append(Line(type(norm).__name__, text, f"{name}.{site.norm}"))
         return reason is None
 
     def _turns(self, name: str, module: nn.Module, found: rewrite.Found, text: str, count: int) -> bool:
@@ -282,7 +287,7 @@ def _value(module: nn.Module, found: rewrite.Found, text: str) -> Any:
 
 
 def _is_ours(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("kernel_fusion.")
+    return type(module).__module__.startswith(("kernel_fusion.nn.", "kernel_fusion.hf."))
 
 
 def _may_be_ours(module: nn.Module) -> bool:

@@ -13,23 +13,29 @@ import inspect
 import linecache
 import textwrap
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from kernel_fusion.patching import decorators, sites
-from kernel_fusion.patching.rewriter import ADD_NORM, DROP_ADD_NORM, GATED, TURNED, Addition, Rewriter
+from kernel_fusion.patching import decorators, rewriter, sites
+from kernel_fusion.patching.rewriter import Rewriter, Site
 from kernel_fusion.patching.rotary import turned
 from kernel_fusion.patching.swap import original_class
 
-_NEW_NAMES = (GATED, ADD_NORM, DROP_ADD_NORM, TURNED)
+_SITES = {
+    rewriter.ADD_NORM: sites.add_norm,
+    rewriter.DROP_ADD_NORM: sites.drop_add_norm,
+    rewriter.MODULATED: sites.modulated,
+    rewriter.ADD_MODULATED: sites.add_modulated,
+    rewriter.TURNED: turned,
+}
 
 
 @dataclass
 class Found:
-    """A method, what its decorators call, and activations, additions and functions of angles to replace, by texts.
+    """A method, what its decorators call, and activations, sites of norms and functions of angles to replace, by texts.
 
     The last come with the number of tensors that they turn.
     """
@@ -37,7 +43,7 @@ class Found:
     method: types.FunctionType
     function: types.FunctionType
     acts: set[str] = field(default_factory=set)
-    additions: set[Addition] = field(default_factory=set)
+    sites: set[Site] = field(default_factory=set)
     rotary: set[tuple[str, int]] = field(default_factory=set)
 
 
@@ -59,9 +65,37 @@ def search(kind: Any) -> dict[str, Found]:
         if name.startswith("__") or (tree := _parse(function)) is None:
             continue
         found = Found(method, function)
-        Rewriter(found.acts.add, found.additions.add, found.rotary.add).body(tree)
-        if found.acts or found.additions or found.rotary:
+        Rewriter(found.acts.add, found.sites.add, found.rotary.add).body(tree)
+        if any(site.modulated for site in found.sites):  # sums before those
+            tree = _parse(function)
+            assert tree is not None
+
+            def note(site: Site, known: set[Site] = found.sites) -> bool:
+                known.add(site)
+                return site.modulated and not site.adds
+
+            Rewriter(_no, note, _no).body(tree)
+        if found.acts or found.sites or found.rotary:
             result[name] = found
+    return result
+
+
+def _no(_: Any) -> bool:
+    return False
+
+
+def taken(found: Found, allowed: Set[Site]) -> set[Site]:
+    """The allowed sites that a method gets: of those that overlap, the first that the rewriter asks for."""
+    tree = _parse(found.function)
+    assert tree is not None
+    result: set[Site] = set()
+
+    def take(site: Site) -> bool:
+        if site in allowed:
+            result.add(site)
+        return site in allowed
+
+    Rewriter(_no, take, _no).body(tree)
     return result
 
 
@@ -71,9 +105,9 @@ def rewritten(found: Found, form: RewriteForm) -> Any:
     acts = {text: (known, name) for text, known, name in form.acts}
     tree = _parse(function)
     assert tree is not None
-    Rewriter(*(members.__contains__ for members in (acts, form.additions, form.rotary))).body(tree)
+    Rewriter(*(members.__contains__ for members in (acts, form.sites, form.rotary))).body(tree)
     _strip(tree)
-    free = [*function.__code__.co_freevars, *_NEW_NAMES]
+    free = [*function.__code__.co_freevars, rewriter.GATED, *_SITES]
     factory = ast.parse(f"def factory({', '.join(free)}):\n    return None")
     outer = factory.body[0]
     assert isinstance(outer, ast.FunctionDef)
@@ -83,8 +117,7 @@ def rewritten(found: Found, form: RewriteForm) -> Any:
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     code = next(c for c in compile(text, file, "exec").co_consts if isinstance(c, types.CodeType))
     closure = [cell.cell_contents for cell in function.__closure__ or ()]
-    new = sites.gated_by(acts), sites.add_norm, sites.drop_add_norm, turned
-    made = types.FunctionType(code, function.__globals__)(*closure, *new)
+    made = types.FunctionType(code, function.__globals__)(*closure, sites.gated_by(acts), *_SITES.values())
     made.__defaults__, made.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
     made.__module__, made.__qualname__, made.__doc__ = function.__module__, function.__qualname__, function.__doc__
     made.__annotations__ = function.__annotations__
@@ -97,14 +130,18 @@ def _parse(function: types.FunctionType) -> ast.FunctionDef | None:
     if hasattr(function, "__wrapped__") or set(function.__code__.co_freevars) - {"__class__"}:
         return None
     try:
-        text = textwrap.dedent(inspect.getsource(function))
-        tree = ast.parse(text).body[0]
+        tree = ast.parse(_source(function)).body[0]
     except (OSError, TypeError, SyntaxError):
         return None
     if not isinstance(tree, ast.FunctionDef) or _mangles(tree):
         return None
     same = tree.name == function.__code__.co_name and tuple(_names(tree)) == _arguments(function)
     return tree if same else None
+
+
+@functools.cache
+def _source(function: types.FunctionType) -> str:
+    return textwrap.dedent(inspect.getsource(function))
 
 
 def _strip(tree: ast.FunctionDef) -> None:
@@ -135,10 +172,10 @@ def _arguments(function: types.FunctionType) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class RewriteForm:
-    """A class's expressions to replace: activations with identity and name, additions, and functions of angles."""
+    """A class's expressions to replace: activations with identity and name, sites of norms, and functions of angles."""
 
     acts: tuple[tuple[str, Any, str], ...]
-    additions: frozenset[Addition]
+    sites: frozenset[Site]
     rotary: frozenset[tuple[str, int]]
 
     def __deepcopy__(self, memo: Any) -> RewriteForm:
@@ -146,9 +183,9 @@ class RewriteForm:
 
     def __str__(self) -> str:
         gates = [f"gated_act, activation={name!r}" for name in sorted({name for _, _, name in self.acts})]
-        dropped = {addition.norm for addition in self.additions if addition.dropout}
-        additions = sorted({str(each) for each in self.additions if each.dropout or each.norm not in dropped})
-        return "; ".join([*gates, *additions, *(f"rope for {name}" for name, _ in sorted(self.rotary))])
+        within = {site._replace(adds=False) for site in self.sites if site.adds and site.modulated}
+        around = sorted(str(site) for site in self.sites - within)
+        return "; ".join([*gates, *around, *(f"rope for {name}" for name, _ in sorted(self.rotary))])
 
     def methods(self, original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
         """The rewritten methods."""
@@ -156,5 +193,5 @@ class RewriteForm:
         return {
             name: rewritten(found, self)
             for name, found in search(original_class(original)).items()
-            if found.acts & acts or found.additions & self.additions or found.rotary & self.rotary
+            if found.acts & acts or found.sites & self.sites or found.rotary & self.rotary
         }

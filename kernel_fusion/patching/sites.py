@@ -42,7 +42,7 @@ def gated_by(acts: dict[str, tuple[Any, str]]) -> Callable[[str, Any, Any, Any],
 
 def add_norm(norm: Any, a: Any, b: Any) -> tuple[Any, Any]:
     """`norm(a + b)` and `a + b`, in one pass if the norm is patched and has no hooks."""
-    add = _adding(norm)
+    add = _method(norm, "_kf_add")
     if add is not None and isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape:
         pair = _in_order(a, b)
         if pair is not None and (found := add(norm, *pair)) is not None:
@@ -53,7 +53,7 @@ def add_norm(norm: Any, a: Any, b: Any) -> tuple[Any, Any]:
 
 def drop_add_norm(norm: Any, residual: Any, x: Any, dropout: Any, *args: Any, **options: Any) -> tuple[Any, Any]:
     """`norm(h)` and `h = dropout(x, *args, **options) + residual`, in one pass if it is PyTorch's dropout."""
-    add = _adding(norm)
+    add = _method(norm, "_kf_add")
     if (
         add is not None
         and isinstance(x, Tensor)
@@ -67,10 +67,46 @@ def drop_add_norm(norm: Any, residual: Any, x: Any, dropout: Any, *args: Any, **
     return add_norm(norm, dropout(x, *args, **options), residual)
 
 
-def _adding(norm: Any) -> Any:
-    """The method for a sum before a norm that is patched and has no hooks, outside the compiler."""
-    add = type(norm).__dict__.get("_kf_add")  # not a class that somebody made of a changed one
-    return add if add is not None and not torch.compiler.is_dynamo_compiling() and is_bare(norm) else None
+def modulated(norm: Any, x: Any, scale: Any, shift: Any = None) -> Any:
+    """`norm(x) * (1 + scale) + shift`, in one pass if the norm has no parameters and nothing is widened."""
+    modulate = _method(norm, "_kf_modulate")
+    if (
+        modulate is not None
+        and _all_tensors(x, scale, shift)
+        and (found := modulate(norm, x, None, None, scale, shift)) is not None
+    ):
+        return found[0]
+    return _modulated(norm(x), scale, shift)
+
+
+def add_modulated(norm: Any, residual: Any, x: Any, gate: Any, scale: Any, shift: Any = None) -> tuple[Any, Any]:
+    """`norm(h) * (1 + scale) + shift` and `h = residual + x * gate`, likewise; x and gate may change places."""
+    modulate = _method(norm, "_kf_modulate")
+    if modulate is not None and _all_tensors(residual, x, gate, scale, shift):
+        if gate is None:
+            one, stream = _in_order(residual, x) or (x, residual)
+        else:
+            one, stream = (x, residual) if x.shape == residual.shape else (gate, residual)
+        factor = x if one is gate else gate
+        if one.shape == stream.shape and (found := modulate(norm, one, stream, factor, scale, shift)) is not None:
+            return found  # type: ignore[no-any-return]
+    h = residual + (x if gate is None else x * gate)
+    return _modulated(norm(h), scale, shift), h
+
+
+def _modulated(y: Any, scale: Any, shift: Any) -> Any:
+    y = y * (1 + scale)
+    return y if shift is None else y + shift
+
+
+def _all_tensors(*values: Any) -> bool:
+    return all(value is None or isinstance(value, Tensor) for value in values)
+
+
+def _method(norm: Any, name: str) -> Any:
+    """The method for a site of a norm that is patched and has no hooks, outside the compiler."""
+    method = type(norm).__dict__.get(name)  # not of a class that somebody made of a changed one
+    return method if method is not None and not torch.compiler.is_dynamo_compiling() and is_bare(norm) else None
 
 
 def is_dropout(dropout: Any) -> bool:
