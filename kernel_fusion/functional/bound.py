@@ -15,6 +15,7 @@ from kernel_fusion.backends import eager
 from kernel_fusion.backends.availability import PLAIN_TENSORS
 from kernel_fusion.config import state
 from kernel_fusion.core.stages import Given
+from kernel_fusion.functional.modulated_norm import alone
 from kernel_fusion.operators import schemas
 
 _layer_norm, _rms_norm, _staged, _pointwise = (
@@ -75,14 +76,13 @@ def modulated_norm(verb: Any, add_verb: Any, rms: bool) -> Call:
     vector does not broadcast to the input.
     """
     before = 1.0, verb.keywords["out_dtype"], rms
-    in_groups = *before, *Given(grouped=True)[: Given._fields.index("residual_gate")]
+    after = [(*before, *Given(grouped=grouped)[: Given._fields.index("residual_gate")]) for grouped in (True, False)]
 
     def modulate(x: Tensor, residual: Tensor | None, gate: Any, scale: Any, shift: Any, eps: float | None) -> Any:
         size, shape = x.shape, scale.shape
         if (
             len(size) == 3
             and shape == (size[0], 1, size[2])
-            and size[0] != 1
             and _is_usual(x)
             and type(scale) in PLAIN_TENSORS
             and eps is not None
@@ -90,7 +90,8 @@ def modulated_norm(verb: Any, add_verb: Any, rms: bool) -> Call:
             and (residual is None or type(residual) in PLAIN_TENSORS)
             and (gate is None or (type(gate) in PLAIN_TENSORS and gate.shape == shape))
         ):
-            return _staged(x, residual, 1, scale, shift, eps, *in_groups, gate)
+            one, (scale, shift, gate) = alone(size, (scale, shift, gate))
+            return _staged(x, residual, 1, scale, shift, eps, *after[one], gate)
         if not all(p is None or _broadcasts(p.shape, size) for p in (gate, scale, shift)):
             return None
         if residual is None:

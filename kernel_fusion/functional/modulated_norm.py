@@ -33,8 +33,6 @@ _Stages = tuple[str | None, str | None, float]  # pre_activation, activation, dr
 
 _STAGED = schemas.overload("staged_row_norm")
 _staged = _STAGED._op  # as in row_norm.py
-# The arguments from `rounding` on, up to the gate of the residual.
-_IN_GROUPS = Given(grouped=True)[Given._fields.index("rounding") : Given._fields.index("residual_gate")]
 _EPS = (float, type(None))
 
 
@@ -258,9 +256,11 @@ def _modulated(
         if backend is None and state.backend is None and _is_usual(input, residual, norm, modulation):
             seed = eager.draw_seed(input.device) if stages[2] > 0.0 else None
             usual_eps = schemas.default_eps(input) if norm[3] is None else norm[3]
+            one, (scale, shift, gate) = alone(input.shape, modulation)
             args = input, residual, 1, scale, shift, usual_eps, 1.0, None, verb.endswith("rms_norm")
             serve = _STAGED if is_dynamo_compiling() else _staged
-            return NormOutput(*serve(*args, pre, post, stages[2], seed, *_IN_GROUPS, gate))
+            given = Given(pre, post, stages[2], seed, grouped=not one, residual_gate=gate)
+            return NormOutput(*serve(*args, *given))
         shape, eps = resolved(verb, input, norm)
         if not checks.parameters_fit(shape, weight, bias):
             eager.pytorch_row_norm(input, shape, weight, bias, eps, 0.0, None, verb.endswith("rms_norm"))  # raises
@@ -290,7 +290,7 @@ def _is_usual(input: Tensor, residual: Tensor | None, norm: Norm, modulation: _M
     if num_normalized_dims(input, normalized_shape) != 1 or type(eps) not in _EPS or modulation[0] is None:
         return False
     size = input.shape
-    if len(size) != 3 or size[0] == 1:
+    if len(size) != 3:
         return False
     dtype, device, sample = input.dtype, input.device, (size[0], 1, size[2])
     for p in modulation:
@@ -304,6 +304,15 @@ def _is_usual(input: Tensor, residual: Tensor | None, norm: Norm, modulation: _M
         and residual.dtype is dtype
         and residual.device == device
     )
+
+
+def alone(size: Sequence[int], modulation: _Modulation) -> tuple[bool, _Modulation]:
+    """Whether an input of this size (B, L, N) has one sample, and its vectors (B, 1, N), which then become (N,)."""
+    if size[0] != 1:
+        return False, modulation
+    scale, shift, gate = (p if p is None else p.reshape(size[2:]) for p in modulation)
+    assert scale is not None
+    return True, (scale, shift, gate)
 
 
 def _affine(

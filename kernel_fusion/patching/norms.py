@@ -182,6 +182,11 @@ def _add(form: NormForm) -> Callable[..., Any]:
     return add
 
 
+def _wider(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether `other` adds nothing to the fp32 of a stream."""
+    return dtype is torch.float32 and other in (torch.bfloat16, torch.float16)
+
+
 def _modulate(form: NormForm) -> Callable[..., Any]:
     norms = {
         key: bound.modulated_norm(form.verb(case, modulated=True), form.verb(case, adds=True, modulated=True), form.rms)
@@ -190,17 +195,17 @@ def _modulate(form: NormForm) -> Callable[..., Any]:
     }
 
     def modulate(
-        self: nn.Module, x: Tensor, residual: Tensor | None, gate: Tensor | None, scale: Tensor, shift: Tensor | None
+        self: nn.Module, x: Tensor, residual: Tensor | None, gate: Any, scale: Any, shift: Any
     ) -> tuple[Tensor, Tensor] | None:
         """The modulated norm of residual + gate * x, or of x, and what is normalised, if that was examined."""
         h = x if residual is None else residual
-        dtype = h.dtype
-        others = (x, scale) if shift is None and gate is None else (x, scale, shift, gate)
-        if form.num_dims(h) != 1 or not all(
-            p is None or p.dtype is dtype or (dtype is torch.float32 and p.dtype in (torch.bfloat16, torch.float16))
-            for p in others
-        ):
+        if form.num_dims(h) != 1:
             return None
+        dtype = h.dtype
+        others = (x, scale, shift, gate) if residual is not None else (scale, shift)
+        for p in others:
+            if p is not None and not (isinstance(p, Tensor) and (p.dtype is dtype or _wider(dtype, p.dtype))):
+                return None
         norm = _of_call(norms, h, None)
         return norm(x, residual, gate, scale, shift, form.parts(self)[2]) if norm else None
 

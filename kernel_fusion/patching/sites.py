@@ -70,11 +70,7 @@ def drop_add_norm(norm: Any, residual: Any, x: Any, dropout: Any, *args: Any, **
 def modulated(norm: Any, x: Any, scale: Any, shift: Any = None) -> Any:
     """`norm(x) * (1 + scale) + shift`, in one pass if the norm has no parameters and nothing is widened."""
     modulate = _method(norm, "_kf_modulate")
-    if (
-        modulate is not None
-        and _all_tensors(x, scale, shift)
-        and (found := modulate(norm, x, None, None, scale, shift)) is not None
-    ):
+    if modulate is not None and (found := modulate(norm, x, None, None, scale, shift)) is not None:
         return found[0]
     return _modulated(norm(x), scale, shift)
 
@@ -82,12 +78,12 @@ def modulated(norm: Any, x: Any, scale: Any, shift: Any = None) -> Any:
 def add_modulated(norm: Any, residual: Any, x: Any, gate: Any, scale: Any, shift: Any = None) -> tuple[Any, Any]:
     """`norm(h) * (1 + scale) + shift` and `h = residual + x * gate`, likewise; x and gate may change places."""
     modulate = _method(norm, "_kf_modulate")
-    if modulate is not None and _all_tensors(residual, x, gate, scale, shift):
+    if modulate is not None and isinstance(residual, Tensor) and isinstance(x, Tensor):
+        one, stream, factor = x, residual, gate
         if gate is None:
             one, stream = _in_order(residual, x) or (x, residual)
-        else:
-            one, stream = (x, residual) if x.shape == residual.shape else (gate, residual)
-        factor = x if one is gate else gate
+        elif isinstance(gate, Tensor) and x.shape != residual.shape:
+            one, factor = gate, x
         if one.shape == stream.shape and (found := modulate(norm, one, stream, factor, scale, shift)) is not None:
             return found  # type: ignore[no-any-return]
     h = residual + (x if gate is None else x * gate)
@@ -97,10 +93,6 @@ def add_modulated(norm: Any, residual: Any, x: Any, gate: Any, scale: Any, shift
 def _modulated(y: Any, scale: Any, shift: Any) -> Any:
     y = y * (1 + scale)
     return y if shift is None else y + shift
-
-
-def _all_tensors(*values: Any) -> bool:
-    return all(value is None or isinstance(value, Tensor) for value in values)
 
 
 def _method(norm: Any, name: str) -> Any:
