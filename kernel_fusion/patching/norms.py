@@ -30,7 +30,7 @@ from kernel_fusion.functional import (
     rms_norm,
 )
 
-# By whether it is an RMSNorm.
+# LayerNorm, RMSNorm.
 _MODULATED = (modulated_layer_norm, modulated_rms_norm)
 _ADD_MODULATED = (add_modulated_layer_norm, add_modulated_rms_norm)
 

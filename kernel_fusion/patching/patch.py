@@ -54,7 +54,8 @@ def patch(
         mlps: gated products, `act(gate) * value`, in any method of a module.
         activations: activations written as formulas, and `nn.Softmax` over the last dimension. Those that PyTorch
             computes in one kernel are left.
-        residuals: additions whose sum the same method gives to a patched norm.
+        residuals: additions whose sum the same method gives to a patched norm, and modulations of its result,
+            `norm(h) * (1 + scale) + shift`, if the norm has no weight.
         dropouts: `nn.Dropout` and `F.dropout` of a term of such a sum. An active one then draws other numbers than
             PyTorch's from the same generator, with the same distribution; its p and mode are read at each call.
         rotary: functions called as `f(query, key, cos, sin)` that turn heads, where a module of the model makes the
