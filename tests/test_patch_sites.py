@@ -104,6 +104,16 @@ def test_probability_and_mode_are_read_at_each_call(kind: type[Dropping]) -> Non
         model(x, residual)
 
 
+@pytest.mark.parametrize("wide", [0, 1])
+def test_dropout_beside_another_dtype(wide: int) -> None:
+    """Of two dtypes the sum has the wider one, whether the stream or what is dropped has it."""
+    model, inputs = Dropping().eval(), [x.bfloat16() for x in torch.randn(2, 8, 32)]
+    inputs[wide] = inputs[wide].float()
+    expected = model(*inputs)
+    kf.patch(model)
+    torch.testing.assert_close(model(*inputs), expected)
+
+
 def test_dropout_with_hooks_or_in_place_is_called() -> None:
     """A dropout that is watched, works in place or was replaced computes by itself."""
     model, (x, residual) = Dropping(p=0.0), torch.randn(2, 8, 32)

@@ -191,7 +191,7 @@ def _modulate(form: NormForm) -> Callable[..., Any]:
     norms = {
         key: bound.modulated_norm(form.verb(case, modulated=True), form.verb(case, adds=True, modulated=True), form.rms)
         for key, case in form.cases
-        if rounding_for(case.rounding, key.input) == "once"
+        if rounding_for(case.rounding, key.input) == "once" and case.out_dtype in (None, key.input, torch.float32)
     }
 
     def modulate(

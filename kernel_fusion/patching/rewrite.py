@@ -85,7 +85,7 @@ def _no(_: Any) -> bool:
 
 
 def taken(found: Found, allowed: Set[Site]) -> set[Site]:
-    """The allowed sites that a method gets: of those that overlap, the first that the rewriter asks for."""
+    """The allowed sites that a method gets; some overlap."""
     tree = _parse(found.function)
     assert tree is not None
     result: set[Site] = set()

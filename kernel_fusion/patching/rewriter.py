@@ -143,10 +143,7 @@ class Rewriter:
         vectors: list[ast.expr],
         in_loop: bool,
     ) -> ast.Call | None:
-        """The call for a norm and the sum that `statement` computes, with what makes a term if only the sum reads it.
-
-        That is a dropout, or before a modulated norm a product.
-        """
+        """The call for a norm and the sum that `statement` computes, with a term's dropout or gate if there is one."""
         text, modulated = ast.unparse(norm), bool(vectors)
         for term, other in ((total.left, total.right), (total.right, total.left)):
             whole = term if not isinstance(term, ast.Name) else self._just_before(block, statement, term, in_loop)
@@ -289,7 +286,7 @@ def _stores(statement: ast.stmt, name: str) -> bool:
 
 
 def _addition(block: list[ast.stmt], index: int, name: str) -> ast.Assign | None:
-    """The statement `name = a + b` before that at `index`; copies of names may come between, also to this name."""
+    """The statement `name = a + b` before that at `index`; copies of names may come between."""
     for earlier in reversed(block[:index]):
         if not isinstance(earlier, ast.Assign) or len(earlier.targets) != 1:
             return None

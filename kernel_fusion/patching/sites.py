@@ -59,7 +59,8 @@ def drop_add_norm(norm: Any, residual: Any, x: Any, dropout: Any, *args: Any, **
         and isinstance(x, Tensor)
         and isinstance(residual, Tensor)
         and x.shape == residual.shape
-        and (x.dtype is residual.dtype or _in_order(residual, x) == (x, residual))
+        and (pair := _in_order(residual, x)) is not None
+        and pair[1] is residual
         and (p := _probability(dropout, args, options)) is not None
         and (found := add(norm, x, residual, p)) is not None
     ):
