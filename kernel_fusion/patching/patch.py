@@ -239,7 +239,8 @@ class _Walk:
         reason = self.once(key, lambda: confirm(norm, form, site.adds, site.modulated))
         if reason is not None:
             text = f"{site._replace(norm='it', dropout='')}: {reason}"
-            self.report.left.append(Line(type(norm).__name__, text, f"{name}.{site.norm}"))
+            line = Line(type(norm).__name__, text, f"{name}.{site.norm}")
+            self.report.left += [line] if line not in self.report.left else []
         return reason is None
 
     def _turns(self, name: str, module: nn.Module, found: rewrite.Found, text: str, count: int) -> bool:

@@ -98,8 +98,10 @@ def _modulated(y: Any, scale: Any, shift: Any) -> Any:
 
 def _method(norm: Any, name: str) -> Any:
     """The method for a site of a norm that is patched and has no hooks, outside the compiler."""
+    if torch.compiler.is_dynamo_compiling():  # which fuses this itself
+        return None
     method = type(norm).__dict__.get(name)  # not of a class that somebody made of a changed one
-    return method if method is not None and not torch.compiler.is_dynamo_compiling() and is_bare(norm) else None
+    return method if method is not None and is_bare(norm) else None
 
 
 def is_dropout(dropout: Any) -> bool:
