@@ -276,7 +276,7 @@ def _counts(report: kf.Report) -> dict[str, int]:
     """How many norms, gates, additions and others were replaced."""
     counts = dict.fromkeys(("norms", "gates", "additions", "others"), 0)
     for text in (part for line in report.replaced for part in line.text.split("; ")):
-        kind = "gates" if text.startswith("gated_act") else "additions" if text.startswith("addition") else "others"
+        kind = "gates" if text.startswith("gated_act") else "additions" if "addition before" in text else "others"
         counts["norms" if text.split(",")[0].endswith("_norm") and kind == "others" else kind] += 1
     return counts
 

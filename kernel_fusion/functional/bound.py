@@ -6,14 +6,16 @@ what never changes between calls, cost the host as much time as the operator its
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from kernel_fusion.backends import eager
 from kernel_fusion.backends.availability import PLAIN_TENSORS
 from kernel_fusion.config import state
 from kernel_fusion.core.stages import Given
+from kernel_fusion.functional.modulated_norm import alone
 from kernel_fusion.operators import schemas
 
 _layer_norm, _rms_norm, _staged, _pointwise = (
@@ -51,15 +53,58 @@ def norm(verb: Call, rms: bool, weight_offset: float, out_dtype: Any, rounding: 
 
 
 def add_norm(verb: Call, rms: bool, weight_offset: float, out_dtype: Any, rounding: str) -> Call:
-    """`verb`, an `add_*` norm with these options, of the same arguments and, second, a residual."""
+    """`verb`, an `add_*` norm with these options, of the same arguments, second a residual, last `dropout_p`."""
     after = _after(rms, weight_offset, out_dtype, rounding)
+    dropping = weight_offset, out_dtype, rms, *Given()[: Given._fields.index("dropout_p")]
 
-    def add(x: Tensor, residual: Tensor, num_dims: int, weight: Any, bias: Any, eps: float | None) -> Any:
+    def add(
+        x: Tensor, residual: Tensor, num_dims: int, weight: Any, bias: Any, eps: float | None, p: float = 0.0
+    ) -> Any:
         if _is_usual(x) and type(residual) in PLAIN_TENSORS and eps is not None:
-            return _staged(x, residual, num_dims, weight, bias, eps, *after)
-        return verb(x, residual, x.shape[-num_dims:], weight=weight, bias=bias, eps=eps)
+            if p == 0.0:
+                return _staged(x, residual, num_dims, weight, bias, eps, *after)
+            return _staged(x, residual, num_dims, weight, bias, eps, *dropping, p, eager.draw_seed(x.device), rounding)
+        return verb(x, residual, x.shape[-num_dims:], weight=weight, bias=bias, eps=eps, dropout_p=p)
 
     return add
+
+
+def modulated_norm(verb: Any, add_verb: Any, rms: bool) -> Call:
+    """`verb`, a modulated norm, or `add_verb` with a residual, partials with an `out_dtype`.
+
+    They are called with an input, a residual, its gate, scale, shift and eps. The result is y and h, or None where a
+    vector does not broadcast to the input.
+    """
+    before = 1.0, verb.keywords["out_dtype"], rms
+    after = [(*before, *Given(grouped=grouped)[: Given._fields.index("residual_gate")]) for grouped in (True, False)]
+
+    def modulate(x: Tensor, residual: Tensor | None, gate: Any, scale: Any, shift: Any, eps: float | None) -> Any:
+        size, shape = x.shape, scale.shape
+        if (
+            len(size) == 3
+            and shape == (size[0], 1, size[2])
+            and _is_usual(x)
+            and type(scale) in PLAIN_TENSORS
+            and eps is not None
+            and (shift is None or (type(shift) in PLAIN_TENSORS and shift.shape == shape))
+            and (residual is None or type(residual) in PLAIN_TENSORS)
+            and (gate is None or (type(gate) in PLAIN_TENSORS and gate.shape == shape))
+        ):
+            one, (scale, shift, gate) = alone(size, (scale, shift, gate))
+            return _staged(x, residual, 1, scale, shift, eps, *after[one], gate)
+        if not all(p is None or _broadcasts(p.shape, size) for p in (gate, scale, shift)):
+            return None
+        if residual is None:
+            return verb(x, size[-1:], scale, shift, eps=eps), x
+        return add_verb(x, residual, size[-1:], scale, shift, eps=eps, gate=gate)
+
+    return modulate
+
+
+def _broadcasts(shape: Sequence[int], size: Sequence[int]) -> bool:
+    """Whether rows of this shape broadcast to an input of this size."""
+    own = zip(shape[::-1], size[::-1], strict=False)
+    return 0 < len(shape) <= len(size) and shape[-1] == size[-1] and all(n in (1, rows) for n, rows in own)
 
 
 def gated_act(verb: Call, activation: str) -> Call:

@@ -12,20 +12,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from kernel_fusion.backends import eager
+from kernel_fusion.backends.availability import PLAIN_TENSORS
+from kernel_fusion.config import state
 from kernel_fusion.core import checks, groups
 from kernel_fusion.core.quantize import Quantize
 from kernel_fusion.core.spec import compute_dtype
 from kernel_fusion.core.stages import Given
 from kernel_fusion.functional import interop, quantized
-from kernel_fusion.functional.norm_arguments import Norm, explain_norm, resolved
+from kernel_fusion.functional.norm_arguments import Norm, explain_norm, num_normalized_dims, resolved
 from kernel_fusion.functional.results import NormOutput
+from kernel_fusion.operators import schemas
 from kernel_fusion.operators.dispatch import operator
 
 # scale, shift, gate.
 _Modulation = tuple[Tensor, Tensor | None, Tensor | None]
 _Stages = tuple[str | None, str | None, float]  # pre_activation, activation, dropout_p
+
+_STAGED = schemas.overload("staged_row_norm")
+_staged = _STAGED._op  # as in row_norm.py
+_EPS = (float, type(None))
 
 
 def modulated_layer_norm(
@@ -246,6 +254,8 @@ def _modulated(
             raise TypeError(f"`{verb}`: `{name}` must be a tensor, got None; without one the verb is `{other}`")
     rows = {"input": input, "residual": residual, "scale": scale, "shift": shift, "gate": gate}
     try:
+        if backend is None and state.backend is None and _is_usual(input, residual, norm, modulation):
+            return _usual(input, residual, norm[3], modulation, (pre, post, stages[2]), verb.endswith("rms_norm"))
         shape, eps = resolved(verb, input, norm)
         if not checks.parameters_fit(shape, weight, bias):
             eager.pytorch_row_norm(input, shape, weight, bias, eps, 0.0, None, verb.endswith("rms_norm"))  # raises
@@ -258,19 +268,64 @@ def _modulated(
         (factor, term, gate), grouped = _in_groups(verb, input, shape, [w, b, gate])
         seed = eager.draw_seed(input.device) if stages[2] > 0.0 else None
         given = Given(pre, post, stages[2], seed, grouped=grouped, residual_gate=gate)
-        args = input, residual, len(shape), factor, term, eps, offset, dtype, verb.endswith("rms_norm"), *given
+        call = input, residual, len(shape), factor, term, eps, offset, dtype, verb.endswith("rms_norm"), *given
         if quantize is None:
-            y, h = operator(verb, "staged_row_norm", backend, input, residual, scale)(*args)
+            y, h = operator(verb, "staged_row_norm", backend, input, residual, scale)(*call)
             if after:
                 rounded = y.dtype
                 y = y * (1 + scale)
                 y = (y if shift is None else y + shift).to(rounded)
         else:
-            y, h = quantized.norm(verb, quantize, backend, args, None, input.shape)
+            y, h = quantized.norm(verb, quantize, backend, call, None, input.shape)
         return NormOutput(y, h)
     except checks.REFUSALS as error:
         explain_norm(verb, error, rows, norm)
         raise
+
+
+def _is_usual(input: Tensor, residual: Tensor | None, norm: Norm, modulation: _Modulation) -> bool:
+    """Whether the operator takes all tensors as they are: of one dtype and device, vectors of samples, (B, 1, N)."""
+    normalized_shape, weight, bias, eps, weight_offset, out_dtype = norm
+    if weight is not None or bias is not None or weight_offset != 0.0 or out_dtype is not None:
+        return False
+    if num_normalized_dims(input, normalized_shape) != 1 or type(eps) not in _EPS or modulation[0] is None:
+        return False
+    size = input.shape
+    if len(size) != 3:
+        return False
+    dtype, device, sample = input.dtype, input.device, (size[0], 1, size[2])
+    for p, expected in ((residual, size), *((m, sample) for m in modulation)):
+        if p is not None and (
+            type(p) not in PLAIN_TENSORS or p.shape != expected or p.dtype is not dtype or p.device != device
+        ):
+            return False
+    return True
+
+
+def _usual(
+    input: Tensor,
+    residual: Tensor | None,
+    eps: float | None,
+    modulation: _Modulation,
+    stages: tuple[str, str, float],
+    rms: bool,
+) -> NormOutput:
+    """What :func:`_is_usual` found to need nothing but the operator."""
+    seed = eager.draw_seed(input.device) if stages[2] > 0.0 else None
+    one, (scale, shift, gate) = alone(input.shape, modulation)
+    given = Given(*stages, seed, grouped=not one, residual_gate=gate)
+    serve = _STAGED if is_dynamo_compiling() else _staged
+    eps = schemas.default_eps(input) if eps is None else eps
+    return NormOutput(*serve(input, residual, 1, scale, shift, eps, 1.0, None, rms, *given))
+
+
+def alone(size: Sequence[int], modulation: _Modulation) -> tuple[bool, _Modulation]:
+    """Whether an input of this size (B, L, N) has one sample, and its vectors (B, 1, N), which then become (N,)."""
+    if size[0] != 1:
+        return False, modulation
+    scale, shift, gate = (p if p is None else p.reshape(size[2:]) for p in modulation)
+    assert scale is not None
+    return True, (scale, shift, gate)
 
 
 def _modulates_after(

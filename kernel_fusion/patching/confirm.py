@@ -12,10 +12,11 @@ from kernel_fusion.patching.norms import Case, Key, NormForm
 _PLAIN = (Tensor, nn.Parameter)
 
 
-def confirm(module: nn.Module, form: NormForm, after_sum: bool = False) -> str | None:
+def confirm(module: nn.Module, form: NormForm, after_sum: bool = False, modulated: bool = False) -> str | None:
     """Why the norm, or the norm of a sum together with the sum, should not be replaced after all, or None.
 
-    Parameters on `meta`, or sharded and gathered only while the model runs, cannot be checked.
+    With `modulated`, scale and shift of samples follow the norm, and a gate multiplies a term of the sum. Parameters
+    on `meta`, or sharded and gathered only while the model runs, cannot be checked.
     """
     parameters = [p for p in module._parameters.values() if p is not None]
     if any(not p.is_floating_point() for p in parameters):
@@ -34,7 +35,13 @@ def confirm(module: nn.Module, form: NormForm, after_sum: bool = False) -> str |
     inputs = [x.to(device) for x in examination.rows(4, dtype)]
     values = [p.detach() for p in parameters]
     ours, theirs, exact = examination.ours(form, case, backend=None), examination.theirs, examination.exact(form)
-    if after_sum:
+    if modulated:
+        ours = _in_one(form, case, examination.parts(form, [])["eps"], after_sum)
+        theirs, exact = (_in_steps(norm, after_sum) for norm in (theirs, exact))
+        samples = inputs[0].unflatten(0, (2, 2))
+        vectors = [inputs[0].roll(n, -1).unflatten(0, (4, 1))[:2] for n in range(1, 4)]
+        inputs = [samples, samples.flip(0), *vectors] if after_sum else [samples, *vectors[1:]]
+    elif after_sum:
         ours, theirs, exact = _fused(examination, form, case), _with_sum(theirs), _with_sum(exact)
         inputs += [x.flip(0) for x in inputs]
     worse = disagreement(ours, theirs, exact, [*inputs, *values])
@@ -54,3 +61,29 @@ def _fused(examination: Examination, form: NormForm, case: Case) -> Function:
 def _with_sum(norm: Function) -> Function:
     """The same in two steps."""
     return lambda a, b, *parameters: torch.cat([norm(a + b, *parameters), a + b])
+
+
+def _in_one(form: NormForm, case: Case, eps: float | None, adds: bool) -> Function:
+    """The modulated norm, and of a gated sum the sum, too."""
+    verb = form.verb(case, adds=adds, modulated=True)
+
+    def add(x: Tensor, residual: Tensor, gate: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        return torch.cat(verb(x, residual, x.shape[-1:], scale, shift, gate=gate, eps=eps))
+
+    def modulate(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        return verb(x, x.shape[-1:], scale, shift, eps=eps)  # type: ignore[no-any-return]
+
+    return add if adds else modulate
+
+
+def _in_steps(norm: Function, adds: bool) -> Function:
+    """The same in steps."""
+
+    def modulate(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        return norm(x) * (1 + scale) + shift
+
+    def add(x: Tensor, residual: Tensor, gate: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        h = residual + gate * x
+        return torch.cat([modulate(h, scale, shift), h])
+
+    return add if adds else modulate

@@ -18,13 +18,21 @@ from torch.compiler import is_dynamo_compiling
 from kernel_fusion.core.spec import rounding_for
 from kernel_fusion.functional import (
     add_layer_norm,
+    add_modulated_layer_norm,
+    add_modulated_rms_norm,
     add_rms_norm,
     bound,
     gated_layer_norm,
     gated_rms_norm,
     layer_norm,
+    modulated_layer_norm,
+    modulated_rms_norm,
     rms_norm,
 )
+
+# LayerNorm, RMSNorm.
+_MODULATED = (modulated_layer_norm, modulated_rms_norm)
+_ADD_MODULATED = (add_modulated_layer_norm, add_modulated_rms_norm)
 
 
 class Gate(NamedTuple):
@@ -75,10 +83,16 @@ class NormForm:
         return ", ".join(filter(None, (verb, rounding, offset)))
 
     def methods(self, original: type[nn.Module]) -> Mapping[str, Callable[..., Any]]:
-        """The methods of a patched norm; `_kf_add` is for sums before it (sites.py)."""
+        """The methods of a patched norm; the others are for what stands around it (sites.py)."""
         if self.gate:
             return {"forward": _gated_forward(self, original)}
-        return {"forward": _forward(self, original), "_kf_add": _add(self)}
+        methods = {"forward": _forward(self, original), "_kf_add": _add(self)}
+        return methods | {"_kf_modulate": _modulate(self)} if self.modulates else methods
+
+    @property
+    def modulates(self) -> bool:
+        """Whether a modulation after it takes one pass: with a weight of its own it would take several."""
+        return self.weight is None and self.bias is None and self.gate is None
 
     def parts(self, module: nn.Module) -> tuple[Tensor | None, Tensor | None, float]:
         """A module's weight, bias and eps, read at each call, because they may change."""
@@ -90,13 +104,21 @@ class NormForm:
             bias = getattr(module, self.bias)
         return weight, bias, getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
 
-    def verb(self, case: Case, *, adds: bool = False, backend: str | None = None) -> Callable[..., Any]:
-        """The verb of this form: of an input (and gate), or of input and residual, then shape, weight, bias and eps."""
+    def verb(
+        self, case: Case, *, adds: bool = False, modulated: bool = False, backend: str | None = None
+    ) -> Callable[..., Any]:
+        """The verb of this form: of an input (and gate), or of input and residual, then shape, weight, bias and eps.
+
+        That of a modulated norm takes scale and shift in place of weight and bias, and rounds once.
+        """
         options: dict[str, Any] = {"weight_offset": self.weight_offset, "backend": backend, **case._asdict()}
         if self.gate is not None:
             options |= {"gate_activation": self.gate.activation, "gate_first": self.gate.first}
             options |= {"group_size": self.gate.group_size}
             return partial(gated_rms_norm if self.rms else gated_layer_norm, **options)
+        if modulated:
+            verbs = _ADD_MODULATED if adds else _MODULATED
+            return partial(verbs[self.rms], out_dtype=case.out_dtype, backend=backend)
         if adds:
             return partial(add_rms_norm if self.rms else add_layer_norm, **options)
         return partial(rms_norm if self.rms else layer_norm, **options)
@@ -148,16 +170,46 @@ def _forward(form: NormForm, original: type[nn.Module]) -> Callable[..., Any]:
 def _add(form: NormForm) -> Callable[..., Any]:
     sums = {key: form.bound(key, case, adds=True) for key, case in form.cases}
 
-    def add(self: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The sum's norm and the sum, if that was examined."""
+    def add(self: nn.Module, x: Tensor, residual: Tensor, dropout_p: float = 0.0) -> tuple[Tensor, Tensor] | None:
+        """The norm of the sum, of x after dropout and residual, and the sum, if that was examined."""
         num_dims = form.num_dims(residual)
         if not num_dims:
             return None
         weight, bias, eps = form.parts(self)
         norm = _of_call(sums, residual, weight)
-        return norm(x, residual, num_dims, weight, bias, eps) if norm else None
+        return norm(x, residual, num_dims, weight, bias, eps, dropout_p) if norm else None
 
     return add
+
+
+def _wider(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether `other` adds nothing to the fp32 of a stream."""
+    return dtype is torch.float32 and other in (torch.bfloat16, torch.float16)
+
+
+def _modulate(form: NormForm) -> Callable[..., Any]:
+    norms = {
+        key: bound.modulated_norm(form.verb(case, modulated=True), form.verb(case, adds=True, modulated=True), form.rms)
+        for key, case in form.cases
+        if rounding_for(case.rounding, key.input) == "once" and case.out_dtype in (None, key.input, torch.float32)
+    }
+
+    def modulate(
+        self: nn.Module, x: Tensor, residual: Tensor | None, gate: Any, scale: Any, shift: Any
+    ) -> tuple[Tensor, Tensor] | None:
+        """The modulated norm of residual + gate * x, or of x, and what is normalised, if that was examined."""
+        h = x if residual is None else residual
+        if form.num_dims(h) != 1:
+            return None
+        dtype = h.dtype
+        others = (x, scale, shift, gate) if residual is not None else (scale, shift)
+        for p in others:
+            if p is not None and not (isinstance(p, Tensor) and (p.dtype is dtype or _wider(dtype, p.dtype))):
+                return None
+        norm = _of_call(norms, h, None)
+        return norm(x, residual, gate, scale, shift, form.parts(self)[2]) if norm else None
+
+    return modulate
 
 
 def _gated_forward(form: NormForm, original: type[nn.Module]) -> Callable[..., Any]:

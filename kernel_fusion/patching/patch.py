@@ -17,8 +17,9 @@ from kernel_fusion.patching.confirm import confirm
 from kernel_fusion.patching.norms import NormForm
 from kernel_fusion.patching.report import Line, Report
 from kernel_fusion.patching.rewrite import RewriteForm
+from kernel_fusion.patching.rewriter import Site
 from kernel_fusion.patching.rotary import ONCE, AnglesForm, confirm_rotary, fit_angles, fit_rotary
-from kernel_fusion.patching.sites import identity
+from kernel_fusion.patching.sites import identity, is_dropout
 from kernel_fusion.patching.stand_in import StandIn, examining, settings
 from kernel_fusion.patching.swap import Plan, change, is_changed, original_class, plan_of, restore
 
@@ -34,6 +35,7 @@ def patch(
     mlps: bool = True,
     activations: bool = True,
     residuals: bool = True,
+    dropouts: bool = True,
     rotary: bool = True,
     rounding: str = "match",
 ) -> Report:
@@ -52,7 +54,10 @@ def patch(
         mlps: gated products, `act(gate) * value`, in any method of a module.
         activations: activations written as formulas, and `nn.Softmax` over the last dimension. Those that PyTorch
             computes in one kernel are left.
-        residuals: additions whose sum the same method gives to a patched norm.
+        residuals: additions whose sum the same method gives to a patched norm, and modulations of its result,
+            `norm(h) * (1 + scale) + shift`, if the norm has no weight.
+        dropouts: `nn.Dropout` and `F.dropout` of a term of such a sum. An active one then draws other numbers than
+            PyTorch's from the same generator, with the same distribution; its p and mode are read at each call.
         rotary: functions called as `f(query, key, cos, sin)` that turn heads, where a module of the model makes the
             angles.
         rounding: "match" rounds each norm as the module does; "once" or "hf" (see :func:`kernel_fusion.layer_norm`)
@@ -92,7 +97,7 @@ def patch(
                 if rotary:
                     walk.angles(name, module)
         for name, module in named:
-            walk.expressions(name, module, mlps, residuals, rotary)
+            walk.expressions(name, module, mlps, residuals, dropouts, rotary)
         walk.mark_angles()
     walk.report.seconds = time.perf_counter() - start
     return walk.report
@@ -200,7 +205,9 @@ class _Walk:
             if form.layout in self.turned:
                 self._settle(name, module, form)
 
-    def expressions(self, name: str, module: nn.Module, mlps: bool, residuals: bool, rotary: bool) -> None:
+    def expressions(
+        self, name: str, module: nn.Module, mlps: bool, residuals: bool, dropouts: bool, rotary: bool
+    ) -> None:
         """Rewrite gated products, additions before norms and rotations in a module's methods."""
         if plan_of(module) is not None:
             return
@@ -208,24 +215,32 @@ class _Walk:
         acts = (
             [a for f in found.values() for text in sorted(f.acts) if (a := self._act(module, f, text))] if mlps else []
         )
-        norms = (
-            {text for f in found.values() for text in f.norms if self._adds(name, text, _value(module, f, text))}
+        allowed = {
+            site
+            for f in found.values()
+            for site in f.sites
             if residuals
-            else set()
-        )
+            and (not site.dropout or (dropouts and is_dropout(_value(module, f, site.dropout))))
+            and self._joins(name, site, _value(module, f, site.norm))
+        }
+        sites = {site for f in found.values() if f.sites & allowed for site in rewrite.taken(f, allowed)}
         turning = {key for f in found.values() for key in f.rotary if rotary and self._turns(name, module, f, *key)}
-        if acts or norms or turning:
-            form = RewriteForm(tuple(dict.fromkeys(acts)), frozenset(norms), frozenset(turning))
+        if acts or sites or turning:
+            form = RewriteForm(tuple(dict.fromkeys(acts)), frozenset(sites), frozenset(turning))
             self._settle(name, module, _hands_off(module) or form)
 
-    def _adds(self, name: str, text: str, norm: Any) -> bool:
-        """Whether an addition before a patched norm may become one pass with it; why not, the report says."""
+    def _joins(self, name: str, site: Site, norm: Any) -> bool:
+        """Whether what stands around a patched norm may become one pass with it; why not, the report says."""
         if not isinstance(norm, nn.Module) or not isinstance(form := plan_of(norm), NormForm) or form.gate is not None:
             return False
-        key = "addition", form, _kind(norm), _place(norm)
-        reason = self.once(key, lambda: confirm(norm, form, after_sum=True))
+        if site.modulated and not form.modulates:
+            return False
+        key = "site", site.adds, site.modulated, form, _kind(norm), _place(norm)
+        reason = self.once(key, lambda: confirm(norm, form, site.adds, site.modulated))
         if reason is not None:
-            self.report.left.append(Line(type(norm).__name__, f"addition before it: {reason}", f"{name}.{text}"))
+            text = f"{site._replace(norm='it', dropout='')}: {reason}"
+            line = Line(type(norm).__name__, text, f"{name}.{site.norm}")
+            self.report.left += [line] if line not in self.report.left else []
         return reason is None
 
     def _turns(self, name: str, module: nn.Module, found: rewrite.Found, text: str, count: int) -> bool:
@@ -274,7 +289,7 @@ def _value(module: nn.Module, found: rewrite.Found, text: str) -> Any:
 
 
 def _is_ours(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("kernel_fusion.")
+    return type(module).__module__.startswith(("kernel_fusion.nn.", "kernel_fusion.hf."))
 
 
 def _may_be_ours(module: nn.Module) -> bool:

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from kernel_fusion.functional import bound, gated_act
-from kernel_fusion.patching.swap import is_bare, is_changed, original_class
+from kernel_fusion.patching.swap import is_bare, original_class
 
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -41,13 +42,91 @@ def gated_by(acts: dict[str, tuple[Any, str]]) -> Callable[[str, Any, Any, Any],
 
 def add_norm(norm: Any, a: Any, b: Any) -> tuple[Any, Any]:
     """`norm(a + b)` and `a + b`, in one pass if the norm is patched and has no hooks."""
-    add = getattr(norm, "_kf_add", None) if is_changed(norm) and not torch.compiler.is_dynamo_compiling() else None
-    if add is not None and is_bare(norm) and isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape:
+    add = _method(norm, "_kf_add")
+    if add is not None and isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape:
         pair = _in_order(a, b)
-        if pair is not None and (found := add(*pair)) is not None:
+        if pair is not None and (found := add(norm, *pair)) is not None:
             return found  # type: ignore[no-any-return]
     h = a + b
     return norm(h), h
+
+
+def drop_add_norm(norm: Any, residual: Any, x: Any, dropout: Any, *args: Any, **options: Any) -> tuple[Any, Any]:
+    """`norm(h)` and `h = dropout(x, *args, **options) + residual`, in one pass if it is PyTorch's dropout."""
+    add = _method(norm, "_kf_add")
+    if (
+        add is not None
+        and isinstance(x, Tensor)
+        and isinstance(residual, Tensor)
+        and x.shape == residual.shape
+        and (pair := _in_order(residual, x)) is not None
+        and pair[1] is residual
+        and (p := _probability(dropout, args, options)) is not None
+        and (found := add(norm, x, residual, p)) is not None
+    ):
+        return found  # type: ignore[no-any-return]
+    return add_norm(norm, dropout(x, *args, **options), residual)
+
+
+def modulated(norm: Any, x: Any, scale: Any, shift: Any = None) -> Any:
+    """`norm(x) * (1 + scale) + shift`, in one pass if the norm has no parameters and nothing is widened."""
+    modulate = _method(norm, "_kf_modulate")
+    if modulate is not None and (found := modulate(norm, x, None, None, scale, shift)) is not None:
+        return found[0]
+    return _modulated(norm(x), scale, shift)
+
+
+def add_modulated(norm: Any, residual: Any, x: Any, gate: Any, scale: Any, shift: Any = None) -> tuple[Any, Any]:
+    """`norm(h) * (1 + scale) + shift` and `h = residual + x * gate`, likewise; x and gate may change places."""
+    modulate = _method(norm, "_kf_modulate")
+    if modulate is not None and isinstance(residual, Tensor) and isinstance(x, Tensor):
+        one, stream, factor = x, residual, gate
+        if gate is None:
+            one, stream = _in_order(residual, x) or (x, residual)
+        elif isinstance(gate, Tensor) and x.shape != residual.shape:
+            one, factor = gate, x
+        if one.shape == stream.shape and (found := modulate(norm, one, stream, factor, scale, shift)) is not None:
+            return found  # type: ignore[no-any-return]
+    h = residual + (x if gate is None else x * gate)
+    return _modulated(norm(h), scale, shift), h
+
+
+def _modulated(y: Any, scale: Any, shift: Any) -> Any:
+    y = y * (1 + scale)
+    return y if shift is None else y + shift
+
+
+def _method(norm: Any, name: str) -> Any:
+    """The method for a site of a norm that is patched and has no hooks, outside the compiler."""
+    if torch.compiler.is_dynamo_compiling():  # which fuses this itself
+        return None
+    method = type(norm).__dict__.get(name)  # not of a class that somebody made of a changed one
+    return method if method is not None and is_bare(norm) else None
+
+
+def is_dropout(dropout: Any) -> bool:
+    """Whether this is PyTorch's dropout, the module or the function."""
+    return type(dropout) is nn.Dropout or dropout is F.dropout
+
+
+def _probability(dropout: Any, args: tuple[Any, ...], options: dict[str, Any]) -> float | None:
+    """The probability with which a call of a dropout zeroes an element; None if it is not just that."""
+    if type(dropout) is nn.Dropout:
+        p, training, inplace = dropout.p, dropout.training, dropout.inplace
+        if args or options or not is_bare(dropout):
+            return None
+    elif dropout is F.dropout:
+        p, training, inplace = _of_function(*args, **options)
+    else:
+        return None
+    if inplace or not 0.0 <= p <= 1.0:
+        return None
+    return p if training else 0.0
+
+
+def _of_function(p: float = 0.5, training: bool = True, inplace: bool = False) -> tuple[float, bool, bool]:
+    """The arguments of `F.dropout` after its input."""
+    return p, training, inplace
 
 
 def _in_order(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
