@@ -1,9 +1,10 @@
 // The row-norm operators below autograd: checks, allocation, shapes for tracing, registration.
-#include <ATen/ops/empty.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_ops.h>
 #include <c10/core/SymIntArrayRef.h>
-#include <torch/library.h>
 
 #include "backends.h"
+#include "dispatch.h"
 
 namespace kf {
 
@@ -80,7 +81,7 @@ StagedResult reference(const ForwardCall& call) {
 }
 
 void define(Tensor& t, const Tensor& input, OptionalDtype dtype) {
-  if (!t.defined()) t = at::empty({0}, input.options().dtype(dtype.value_or(acc_dtype(input))));
+  if (!t.defined()) t = allocate({0}, input.options().dtype(dtype.value_or(acc_dtype(input))));
 }
 
 namespace {
