@@ -7,16 +7,24 @@
 
 namespace kf {
 
-// A function `make` makes a call, one object, from an operator's arguments, whose list and types are nowhere else.
-// The operator `name`, which returns `Result` and takes the arguments of `make`.
-template <class Result, class Call, class... Args> auto find_op(const char* name, Call (*)(Args...)) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Result(Args...)>();
+inline c10::OperatorHandle find_op(const char* name) { return c10::Dispatcher::singleton().findSchemaOrThrow(name, ""); }
+
+// Calls an operator through a stack. Only calls that something else must see come here, mostly on their way to Python; a typed
+// handle would take a compiler half a second for each operator.
+template <class Result, class... Args> Result call_boxed(const c10::OperatorHandle& op, const Args&... args) {
+  torch::jit::Stack stack;
+  stack.reserve(sizeof...(args));
+  (stack.emplace_back(args), ...);
+  op.callBoxed(stack);
+  return c10::impl::PopResult<Result>::call(stack);
 }
 
 // Calls it with the arguments that make this call.
-template <class Op, class Call> auto call_operator(const Op& op, const Call& call) {
-  return with_arguments(call, [&](const auto&... args) { return op.call(args...); });
+template <class Result, class Call> Result call_operator(const c10::OperatorHandle& op, const Call& call) {
+  return with_arguments(call, [&](const auto&... args) { return call_boxed<Result>(op, args...); });
 }
+
+// A function `make` makes a call, one object, from an operator's arguments, whose list and types are nowhere else.
 
 // The implementation of an operator: body(make(its arguments)); at autograd with the dispatcher's keys before.
 template <auto make, auto body> struct Implementation;

@@ -39,8 +39,8 @@ bool has_bits(const PointwiseCall& c) {
 }
 
 Tensor reference(const PointwiseCall& c) {
-  static const auto op = find_op<Tensor>("kernel_fusion::pointwise_reference", pointwise_call);
-  return call_operator(op, c);
+  static const auto op = find_op("kernel_fusion::pointwise_reference");
+  return call_operator<Tensor>(op, c);
 }
 
 Tensor pointwise(const Backend& backend, const PointwiseCall& call, Tensor* bits) {

@@ -63,8 +63,8 @@ template <const Backend& backend> QuantizedNorm quantized_row_norm(const Forward
   TORCH_CHECK(present(q.scale) || call.num_dims == 1, "kernel_fusion: scales of rows go with one normalised dimension, got ",
               call.num_dims);
   if (!accepts(call) || call.input.numel() == 0) {
-    static const auto op = find_op<StagedResult>("kernel_fusion::staged_row_norm", staged_call);
-    auto [y, h] = call_operator(op, call);
+    static const auto op = find_op("kernel_fusion::staged_row_norm");
+    auto [y, h] = call_operator<StagedResult>(op, call);
     return std::tuple_cat(quantized<backend>(std::move(y), q), std::tuple(std::move(h)));
   }
   with_tensors(call, check_all_memory);

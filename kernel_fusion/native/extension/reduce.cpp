@@ -19,8 +19,8 @@ bool accepts(const ReduceVerbCall& c) {
 }
 
 Tensor reference(const ReduceVerbCall& c) {
-  static const auto op = find_op<Tensor>("kernel_fusion::reduce_reference", reduce_call);
-  return call_operator(op, c);
+  static const auto op = find_op("kernel_fusion::reduce_reference");
+  return call_operator<Tensor>(op, c);
 }
 
 namespace {

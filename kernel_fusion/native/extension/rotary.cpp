@@ -53,13 +53,13 @@ bool accepts(const RotaryCall& c) {
 }
 
 RotaryResult reference(const RotaryCall& c) {
-  static const auto op = find_op<RotaryResult>("kernel_fusion::qk_norm_rope_reference", rotary_call);
-  return call_operator(op, c);
+  static const auto op = find_op("kernel_fusion::qk_norm_rope_reference");
+  return call_operator<RotaryResult>(op, c);
 }
 
 RotaryResult by_other_kernels(const RotaryCall& c) {
-  static const auto op = find_op<RotaryResult>("kernel_fusion::qk_norm_rope_on_gpu", rotary_call);
-  return call_operator(op, c);
+  static const auto op = find_op("kernel_fusion::qk_norm_rope_on_gpu");
+  return call_operator<RotaryResult>(op, c);
 }
 
 namespace {

@@ -76,8 +76,8 @@ bool accepts(const ForwardCall& c) {
 }
 
 StagedResult reference(const ForwardCall& call) {
-  static const auto op = find_op<StagedResult>("kernel_fusion::staged_row_norm_reference", staged_call);
-  return call_operator(op, call);
+  static const auto op = find_op("kernel_fusion::staged_row_norm_reference");
+  return call_operator<StagedResult>(op, call);
 }
 
 void define(Tensor& t, const Tensor& input, OptionalDtype dtype) {

@@ -13,8 +13,8 @@ bool accepts(const SoftmaxVerbCall& c) {
 }
 
 Tensor reference(const SoftmaxVerbCall& c) {
-  static const auto op = find_op<Tensor>("kernel_fusion::softmax_reference", softmax_call);
-  return call_operator(op, c);
+  static const auto op = find_op("kernel_fusion::softmax_reference");
+  return call_operator<Tensor>(op, c);
 }
 
 Tensor softmax(const Backend& backend, const SoftmaxVerbCall& call) {
