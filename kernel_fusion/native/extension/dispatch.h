@@ -1,4 +1,4 @@
-// Operators and PyTorch's dispatcher: calling one, and implementing one.
+// Calls and implements operators.
 #pragma once
 
 #include <torch/library.h>
@@ -9,8 +9,7 @@ namespace kf {
 
 inline c10::OperatorHandle find_op(const char* name) { return c10::Dispatcher::singleton().findSchemaOrThrow(name, ""); }
 
-// Calls an operator through a stack. Only calls that something else must see come here, mostly on their way to Python; a typed
-// handle would take a compiler half a second for each operator.
+// Through a stack, because Python mostly serves such calls; a typed handle compiles for half a second.
 template <class Result, class... Args> Result call_boxed(const c10::OperatorHandle& op, const Args&... args) {
   torch::jit::Stack stack;
   stack.reserve(sizeof...(args));
@@ -25,7 +24,6 @@ template <class Result, class Call> Result call_operator(const c10::OperatorHand
 }
 
 // A function `make` makes a call, one object, from an operator's arguments, whose list and types are nowhere else.
-
 // The implementation of an operator: body(make(its arguments)); at autograd with the dispatcher's keys before.
 template <auto make, auto body> struct Implementation;
 template <class Call, class... Args, Call (*make)(Args...), auto body> struct Implementation<make, body> {

@@ -1,5 +1,5 @@
 // Shared by the operators of all families: checks of tensors, geometry of rows, allocation, counters of kernels.
-// Headers of kernels include no header of the dispatcher or of ATen's operators, which take compilers several seconds.
+// Kernels include no headers of the dispatcher or of ATen's operators, which compile for seconds.
 #pragma once
 
 #include <ATen/core/Tensor.h>
