@@ -49,6 +49,7 @@ _FLAGS = [
     *("-fno-math-errno", "-ffp-contract=off"),
     f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
     "-DAT_PER_OPERATOR_HEADERS",
+    "--param=ggc-min-heapsize=700000",  # kB; collecting garbage takes time
 ]
 # Ours run where PyTorch's AVX2 kernels do. CPU_CAPABILITY names their namespaces: else the linker would keep one
 # variant's inline functions.
@@ -283,7 +284,7 @@ Unit = tuple[list[Path], list[str]]
 def _units(variants: Sequence[str], cores: int, parts: Sequence[Part] = _WHOLE) -> list[Unit]:
     """Files to compile together, and their flags; on few cores the longest unit first.
 
-    Files share headers, but with many cores the longest unit decides: long files are then alone.
+    Files share headers, but on many cores long files are alone.
     """
     files = sorted(_SOURCES.glob("*.cpp"))
     autograd = [path for path in files if path.stem.endswith("_autograd") or path.stem == "node"]
@@ -299,10 +300,9 @@ def _units(variants: Sequence[str], cores: int, parts: Sequence[Part] = _WHOLE) 
     if cores >= _MANY_CORES:
         alone = [path for path in autograd + operators if path.stem in _LONG]
         rest = [[path for path in unit if path not in alone] for unit in (autograd, operators)]
-        together = [*rest, cpu, cuda]
         if cores >= _MORE_CORES:
-            together = [half for unit in together for half in (unit[: len(unit) // 2], unit[len(unit) // 2 :])]
-        host_units = [*([path] for path in alone), *together]
+            rest = [half for unit in rest for half in (unit[: len(unit) // 2], unit[len(unit) // 2 :])]
+        host_units = [*([path] for path in alone), *rest, cpu, cuda]
         gradient_units, kernel_units = [[path] for path in backward], [*([path] for path in forward), short]
     else:
         host_units = [autograd + operators + cpu, cuda]

@@ -6,12 +6,12 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
-#include <torch/library.h>
 
 #include <mutex>
 #include <string>
 
 #include "backends.h"
+#include "dispatch.h"
 
 namespace kf {
 

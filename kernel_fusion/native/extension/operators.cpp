@@ -1,4 +1,6 @@
 // Shared by the operators of all families: checks, the geometry of rows, counters of kernels.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <c10/util/Exception.h>
 
 #include <atomic>
@@ -42,6 +44,10 @@ Dropout dropout_of(double p, const OptionalTensor& seed) {
   TORCH_CHECK_VALUE(p >= 0.0 && p <= 1.0, "kernel_fusion: `dropout_p` must be a probability between 0 and 1, got ", p);
   return present(seed) ? Dropout::of(p) : Dropout{};
 }
+
+Tensor allocate(at::IntArrayRef sizes, const at::TensorOptions& options) { return at::empty(sizes, options); }
+
+Tensor allocate_like(const Tensor& t, std::optional<at::MemoryFormat> format) { return at::empty_like(t, {}, format); }
 
 int alignment_of(const void* p) {
   const auto address = reinterpret_cast<uintptr_t>(p) | 16;

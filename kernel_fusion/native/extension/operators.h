@@ -1,8 +1,8 @@
-// Shared by the operators of all families: checks of tensors, geometry of rows, dispatcher, counters of kernels.
+// Shared by the operators of all families: checks of tensors, geometry of rows, allocation, counters of kernels.
+// Kernels include no headers of the dispatcher or of ATen's operators, which compile for seconds.
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/util/Exception.h>
 
 #include <optional>
@@ -95,29 +95,12 @@ struct Rows {
 // The largest power of two, at most 16, that divides the address.
 int alignment_of(const void* p);
 
-// ---- Operators -------------------------------------------------------------------------------------------------------------
-//
+// at::empty and at::empty_like.
+Tensor allocate(at::IntArrayRef sizes, const at::TensorOptions& options);
+Tensor allocate_like(const Tensor& t, std::optional<at::MemoryFormat> format = std::nullopt);
+
 // A list of types.
 template <class...> struct Types {};
-
-// A function `make` makes a call, one object, from an operator's arguments, whose list and types are nowhere else.
-
-// The operator `name`, which returns `Result` and takes the arguments of `make`.
-template <class Result, class Call, class... Args> auto find_op(const char* name, Call (*)(Args...)) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Result(Args...)>();
-}
-
-// Calls it with the arguments that make this call.
-template <class Op, class Call> auto call_operator(const Op& op, const Call& call) {
-  return with_arguments(call, [&](const auto&... args) { return op.call(args...); });
-}
-
-// The implementation of an operator: body(make(its arguments)); at autograd with the dispatcher's keys before.
-template <auto make, auto body> struct Implementation;
-template <class Call, class... Args, Call (*make)(Args...), auto body> struct Implementation<make, body> {
-  static auto run(Args... args) { return body(make(args...)); }
-  static auto autograd(c10::DispatchKeySet keys, Args... args) { return body(keys, make(args...)); }
-};
 
 // How often each kind of kernel ran in this process; tests compare it, so that none passes through a fallback.
 void count(Counter counter);

@@ -1,15 +1,13 @@
 // Pointwise chains below autograd: checks, promotion, broadcasting, allocation, registration. Python has the shapes for tracing
 // (operators/meta.py).
 #include <ATen/ExpandUtils.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/result_type.h>
 #include <ATen/ops/zeros_like.h>
-#include <torch/library.h>
 
 #include <limits>
 
 #include "backends.h"
+#include "dispatch.h"
 
 namespace kf {
 
@@ -41,8 +39,8 @@ bool has_bits(const PointwiseCall& c) {
 }
 
 Tensor reference(const PointwiseCall& c) {
-  static const auto op = find_op<Tensor>("kernel_fusion::pointwise_reference", pointwise_call);
-  return call_operator(op, c);
+  static const auto op = find_op("kernel_fusion::pointwise_reference");
+  return call_operator<Tensor>(op, c);
 }
 
 Tensor pointwise(const Backend& backend, const PointwiseCall& call, Tensor* bits) {
@@ -55,7 +53,7 @@ Tensor pointwise(const Backend& backend, const PointwiseCall& call, Tensor* bits
   Tensor y = iter.output();
   Chain chain = chain_of(call);
   if (bits) {
-    *bits = at::empty({ceil_div(y.numel(), 8)}, y.options().dtype(at::kByte));
+    *bits = allocate({ceil_div(y.numel(), 8)}, y.options().dtype(at::kByte));
     chain.bits = bits->mutable_data_ptr<uint8_t>();
   }
   if (chain.dropout.drops_all()) {
@@ -77,17 +75,17 @@ struct Gradient {
   Gradient(const Tensor& operand, const Tensor& dy, bool wanted) : operand(operand) {
     if (!wanted) return;
     if (operand.numel() == dy.numel()) {
-      result = at::empty_like(operand);
+      result = allocate_like(operand);
       full = result.expand(dy.sizes());
     } else {
-      full = at::empty(dy.sizes(), dy.options().dtype(acc_dtype(dy)));
+      full = allocate(dy.sizes(), dy.options().dtype(acc_dtype(dy)));
     }
   }
 
   Tensor finished(const Backend& backend) {
     if (!full.defined() || result.defined()) return result;
     Tensor sum = sum_to(backend, full, operand.sizes(), operand.scalar_type());
-    return operand.is_contiguous() ? sum : at::empty_like(operand).copy_(sum);
+    return operand.is_contiguous() ? sum : allocate_like(operand).copy_(sum);
   }
 };
 
@@ -116,10 +114,10 @@ bool columns(const Backend& backend, const Chain& chain, const BackwardOperands&
     if (!is_row(row, t.dy.sizes()) || !matrix.sizes().equals(t.dy.sizes())) return false;
     // Positions of dropout and bits are offsets in dy, so a copy of dy would not do.
     if ((chain.dropout || chain.bits) && !t.dy.is_contiguous()) return false;
-    Tensor gradient = at::empty_like(wants_matrix ? matrix : row);
+    Tensor gradient = allocate_like(wants_matrix ? matrix : row);
     if (!gradient.is_contiguous()) return false;
     if (wants_matrix) dmatrix = std::move(gradient);
-    drow = at::empty_like(row);
+    drow = allocate_like(row);
     const Tensor dy = t.dy.contiguous(), x = matrix.contiguous();
     const ColumnCall call{chain, dy, x, row, dy.numel() / row.numel(), row.numel()};
     backend.pointwise_bwd_columns(call, dmatrix, drow);
@@ -177,7 +175,7 @@ PointwiseGradients pointwise_bwd(const Backend& backend, const Tensor& dy, const
   // In place, unless dy's storage or da is so long that the call would be cut into parts.
   const size_t longest = std::max(dy.storage().nbytes(), dy.nbytes());
   const bool in_parts = !dy.is_non_overlapping_and_dense() && longest > std::numeric_limits<int32_t>::max();
-  const Tensor whole = in_parts ? at::empty_like(dy).copy_(dy) : dy;
+  const Tensor whole = in_parts ? allocate_like(dy).copy_(dy) : dy;
   return gradients(backend, chain, {whole, whole, second, wants});
 }
 
@@ -198,7 +196,7 @@ template <const Backend& backend, class... Args> auto pointwise_bwd_of(Pointwise
   return +[](const Tensor& dy, Args... args, std::array<bool, 2> wants) -> PointwiseGradients {
     auto [da, db] = pointwise_bwd(backend, dy, pointwise_call(args...), wants);
     for (auto* gradient : {&da, &db})
-      if (!gradient->defined()) *gradient = at::empty({0}, dy.options());
+      if (!gradient->defined()) *gradient = allocate({0}, dy.options());
     return {std::move(da), std::move(db)};
   };
 }

@@ -14,19 +14,10 @@
 
 namespace kf {
 
-namespace {
-
-template <class... Args> auto find_pointwise_bwd(PointwiseCall (*)(Args...)) {
-  using Signature = PointwiseGradients(const Tensor&, Args..., std::array<bool, 2>);
-  return c10::Dispatcher::singleton().findSchemaOrThrow("kernel_fusion::pointwise_bwd", "").typed<Signature>();
-}
-
-}  // namespace
-
 PointwiseGradients pointwise_bwd(const Tensor& dy, const PointwiseCall& c, std::array<bool, 2> wants) {
   if (const auto* backend = direct(with_tensors(c, keys_of, dy))) return pointwise_bwd(*backend, dy, c, wants);
-  static const auto op = find_pointwise_bwd(pointwise_call);
-  return with_arguments(c, [&](const auto&... args) { return op.call(dy, args..., wants); });
+  static const auto op = find_op("kernel_fusion::pointwise_bwd");
+  return with_arguments(c, [&](const auto&... args) { return call_boxed<PointwiseGradients>(op, dy, args..., wants); });
 }
 
 namespace {
@@ -36,13 +27,13 @@ Tensor below_autograd(c10::DispatchKeySet keys, const PointwiseCall& c, Tensor* 
   const at::AutoDispatchBelowADInplaceOrView below;
   if (const auto* backend = direct(keys)) return pointwise(*backend, c, bits);
   if (bits) {
-    static const auto fwd = find_op<std::tuple<Tensor, Tensor>>("kernel_fusion::pointwise_fwd", pointwise_call);
+    static const auto fwd = find_op("kernel_fusion::pointwise_fwd");
     Tensor y;
-    std::tie(y, *bits) = call_operator(fwd, c);
+    std::tie(y, *bits) = call_operator<std::tuple<Tensor, Tensor>>(fwd, c);
     return y;
   }
-  static const auto op = find_op<Tensor>("kernel_fusion::pointwise", pointwise_call);
-  return call_operator(op, c);
+  static const auto op = find_op("kernel_fusion::pointwise");
+  return call_operator<Tensor>(op, c);
 }
 
 // dy with y's strides, which were saved unless y was contiguous.

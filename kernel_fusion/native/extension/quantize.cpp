@@ -2,25 +2,23 @@
 // (operators/meta.py), and so does what serves other devices (operators/quantized.py).
 #include "quantize.h"
 
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
-
 #include "backends.h"
+#include "dispatch.h"
 
 namespace kf {
 
 Quantized::Quantized(const Quantize& quantize, const Tensor& like) {
-  values = at::empty(like.sizes(), like.options().dtype(quantize.dtype), at::MemoryFormat::Contiguous);
+  values = allocate(like.sizes(), like.options().dtype(quantize.dtype));
   const auto floats = like.options().dtype(at::kFloat);
   if (present(quantize.scale)) {
-    scales = at::empty({0}, floats);
+    scales = allocate({0}, floats);
     return;
   }
   const auto leading = like.sizes().slice(0, like.dim() - 1);
   c10::SmallVector<int64_t, 6> shape(leading.begin(), leading.end());
   if (quantize.block) shape.insert(shape.begin(), ceil_div(like.size(-1), quantize.block));
   else shape.push_back(1);
-  scales = at::empty(shape, floats);
+  scales = allocate(shape, floats);
   if (quantize.block) scales = scales.movedim(0, -1);
 }
 
@@ -54,7 +52,7 @@ std::tuple<Tensor, Tensor> quantize(const Tensor& input, at::ScalarType dtype, c
 // A result that was computed apart, and its codes.
 template <const Backend& backend> std::tuple<Tensor, Tensor, Tensor> quantized(Tensor y, const Quantize& q) {
   auto [values, scales] = quantize<backend>(y, q.dtype, q.scale, q.block);
-  if (!q.keeps) y = at::empty({0}, y.options());
+  if (!q.keeps) y = allocate({0}, y.options());
   return {std::move(values), std::move(scales), std::move(y)};
 }
 
@@ -65,17 +63,16 @@ template <const Backend& backend> QuantizedNorm quantized_row_norm(const Forward
   TORCH_CHECK(present(q.scale) || call.num_dims == 1, "kernel_fusion: scales of rows go with one normalised dimension, got ",
               call.num_dims);
   if (!accepts(call) || call.input.numel() == 0) {
-    static const auto op = find_op<StagedResult>("kernel_fusion::staged_row_norm", staged_call);
-    auto [y, h] = call_operator(op, call);
+    static const auto op = find_op("kernel_fusion::staged_row_norm");
+    auto [y, h] = call_operator<StagedResult>(op, call);
     return std::tuple_cat(quantized<backend>(std::move(y), q), std::tuple(std::move(h)));
   }
   with_tensors(call, check_all_memory);
   const auto options = call.input.options();
-  Tensor y = q.keeps ? at::empty(call.input.sizes(), options.dtype(call.y_dtype()), at::MemoryFormat::Contiguous)
-                     : at::empty({0}, options.dtype(call.y_dtype()));
-  Tensor h = present(call.residual)
-                 ? at::empty(call.input.sizes(), options.dtype(call.residual->scalar_type()), at::MemoryFormat::Contiguous)
-                 : at::empty({0}, options);
+  Tensor y =
+      q.keeps ? allocate(call.input.sizes(), options.dtype(call.y_dtype())) : allocate({0}, options.dtype(call.y_dtype()));
+  Tensor h = present(call.residual) ? allocate(call.input.sizes(), options.dtype(call.residual->scalar_type()))
+                                    : allocate({0}, options);
   Quantized to(q, call.input);
   backend.quantized_row_norm(call, q, y, h, to);
   return std::tuple_cat(results(std::move(to)), std::tuple(std::move(y), std::move(h)));
@@ -92,7 +89,7 @@ std::tuple<Tensor, Tensor, Tensor> quantized_gate(const Tensor& gate, const Tens
   if (!accepts(call) || !alike || gate.numel() == 0 || gate.dim() == 0)
     return quantized<backend>(accepts(call) ? pointwise(backend, call) : reference(call), q);
   check_all_memory(gate, value);
-  Tensor y = keeps ? at::empty(gate.sizes(), gate.options(), at::MemoryFormat::Contiguous) : at::empty({0}, gate.options());
+  Tensor y = keeps ? allocate(gate.sizes(), gate.options()) : allocate({0}, gate.options());
   Quantized to(q, gate);
   backend.quantized_gate(gate, value, code_of(activation), q, y, to);
   return std::tuple_cat(results(std::move(to)), std::tuple(std::move(y)));

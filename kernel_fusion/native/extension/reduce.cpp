@@ -4,13 +4,12 @@
 // dimensions is one step, from the innermost outwards: (outer, reduced, inner). The first step maps; the others add up its
 // sums, kept in the accumulator type; the last one divides for the mean.
 #include <ATen/WrapDimUtilsMulti.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <limits>
 
 #include "backends.h"
+#include "dispatch.h"
 
 namespace kf {
 
@@ -20,8 +19,8 @@ bool accepts(const ReduceVerbCall& c) {
 }
 
 Tensor reference(const ReduceVerbCall& c) {
-  static const auto op = find_op<Tensor>("kernel_fusion::reduce_reference", reduce_call);
-  return call_operator(op, c);
+  static const auto op = find_op("kernel_fusion::reduce_reference");
+  return call_operator<Tensor>(op, c);
 }
 
 namespace {
@@ -92,7 +91,7 @@ struct Steps {
     const auto [begin, end] = innermost_reduced(levels);
     const auto outer = merged(levels, 0, begin), reduced = merged(levels, begin, end),
                inner = merged(levels, end, levels.size());
-    Tensor out = at::empty({outer->size * inner->size}, memory.options().dtype(dtype));
+    Tensor out = allocate({outer->size * inner->size}, memory.options().dtype(dtype));
     backend.reduce({map, memory.const_data_ptr(), memory.scalar_type(), outer->size, reduced->size, inner->size, outer->stride,
                     reduced->stride, inner->stride, divisor, memory.device()},
                    out);
@@ -172,7 +171,7 @@ Tensor reduce(const Backend& backend, const ReduceVerbCall& c) {
   check_memory(c.input);
   if (c.input.numel()) return run(backend, c.input, mean ? Map::kAbs : Map::kSquare, mean, reduced, c.keepdim, result);
   const double empty = mean ? std::numeric_limits<double>::quiet_NaN() : 0.0;
-  return at::empty(result_shape(c.input, reduced, c.keepdim), c.input.options().dtype(result)).fill_(empty);
+  return allocate(result_shape(c.input, reduced, c.keepdim), c.input.options().dtype(result)).fill_(empty);
 }
 
 Tensor sum_to(const Backend& backend, const Tensor& input, at::IntArrayRef shape, at::ScalarType dtype) {

@@ -9,8 +9,8 @@ namespace {
 Tensor below_autograd(c10::DispatchKeySet keys, const ReduceVerbCall& c) {
   const at::AutoDispatchBelowADInplaceOrView below;
   if (const auto* backend = direct(keys)) return reduce(*backend, c);
-  static const auto op = find_op<Tensor>("kernel_fusion::reduce", reduce_call);
-  return call_operator(op, c);
+  static const auto op = find_op("kernel_fusion::reduce");
+  return call_operator<Tensor>(op, c);
 }
 
 // dy, with the shape of x.

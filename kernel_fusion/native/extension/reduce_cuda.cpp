@@ -1,6 +1,4 @@
 // Reductions on CUDA: arguments -> key -> launch.
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
 #include <bit>
 
@@ -18,7 +16,7 @@ struct Reduction {
   at::ScalarType acc;
   driver::Stream stream;
 
-  Tensor partials(int64_t count) const { return at::empty({count}, at::TensorOptions(acc).device(call.device)); }
+  Tensor partials(int64_t count) const { return allocate({count}, at::TensorOptions(acc).device(call.device)); }
   const LoadedKernel& kernel(at::ScalarType out, const ReduceAccess& access) const {
     const ReduceSpec spec{call.map, cpu_dtype(call.in_type), cpu_dtype(out), cpu_dtype(acc)};
     return find_kernel({call.device, spec, access}, stream);

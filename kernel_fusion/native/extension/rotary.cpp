@@ -2,11 +2,8 @@
 // (operators/meta.py).
 #include "rotary.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <torch/library.h>
-
 #include "backends.h"
+#include "dispatch.h"
 
 namespace kf {
 
@@ -56,24 +53,24 @@ bool accepts(const RotaryCall& c) {
 }
 
 RotaryResult reference(const RotaryCall& c) {
-  static const auto op = find_op<RotaryResult>("kernel_fusion::qk_norm_rope_reference", rotary_call);
-  return call_operator(op, c);
+  static const auto op = find_op("kernel_fusion::qk_norm_rope_reference");
+  return call_operator<RotaryResult>(op, c);
 }
 
 RotaryResult by_other_kernels(const RotaryCall& c) {
-  static const auto op = find_op<RotaryResult>("kernel_fusion::qk_norm_rope_on_gpu", rotary_call);
-  return call_operator(op, c);
+  static const auto op = find_op("kernel_fusion::qk_norm_rope_on_gpu");
+  return call_operator<RotaryResult>(op, c);
 }
 
 namespace {
 
 // As `result_like` in core/rotary.py.
 Tensor result_like(const Tensor& x) {
-  Tensor like = at::empty_like(x);
-  return like.stride(-1) == 1 || like.size(-1) == 1 ? like : at::empty_like(x, at::MemoryFormat::Contiguous);
+  Tensor like = allocate_like(x);
+  return like.stride(-1) == 1 || like.size(-1) == 1 ? like : allocate_like(x, at::MemoryFormat::Contiguous);
 }
 
-Tensor nothing(const Tensor& like) { return at::empty({0}, like.options()); }
+Tensor nothing(const Tensor& like) { return allocate({0}, like.options()); }
 
 }  // namespace
 
@@ -94,7 +91,7 @@ RotaryGradients rotary_bwd(const Backend& backend, const RotaryBwdCall& c) {
               "kernel_fusion::qk_norm_rope_bwd: arguments that its kernels do not take");
   check_all_memory(c.dy, c.dy_key, query, key, c.query_weight, c.key_weight, c.cos, c.sin, c.positions);
   const auto wanted = [&](int i, const OptionalTensor& t, auto like) { return c.wants[i] && present(t) ? like(*t) : Tensor(); };
-  const auto row_like = [](const Tensor& weight) { return at::empty_like(weight, at::MemoryFormat::Contiguous); };
+  const auto row_like = [](const Tensor& weight) { return allocate_like(weight, at::MemoryFormat::Contiguous); };
   RotaryGradients gradients{wanted(0, query, result_like), wanted(1, key, result_like), wanted(2, c.query_weight, row_like),
                             wanted(3, c.key_weight, row_like)};
   backend.rotary_bwd(c, gradients);

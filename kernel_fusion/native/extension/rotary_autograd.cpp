@@ -8,8 +8,8 @@ namespace kf {
 namespace {
 
 RotaryResult call_verb(const RotaryCall& c) {
-  static const auto op = find_op<RotaryResult>("kernel_fusion::qk_norm_rope", rotary_call);
-  return call_operator(op, c);
+  static const auto op = find_op("kernel_fusion::qk_norm_rope");
+  return call_operator<RotaryResult>(op, c);
 }
 
 RotaryResult below_autograd(c10::DispatchKeySet keys, const RotaryCall& c) {
@@ -22,8 +22,8 @@ RotaryGradients call_backward(const RotaryBwdCall& c) {
   const auto* backend =
       direct(keys_of(c.dy, c.dy_key, c.query, c.key, c.query_weight, c.key_weight, c.cos, c.sin, c.positions));
   if (backend && backend->rotary_bwd) return rotary_bwd(*backend, c);
-  static const auto op = find_op<RotaryGradients>("kernel_fusion::qk_norm_rope_bwd", rotary_bwd_call);
-  return call_operator(op, c);
+  static const auto op = find_op("kernel_fusion::qk_norm_rope_bwd");
+  return call_operator<RotaryGradients>(op, c);
 }
 
 struct RotaryBackward : SavingNode {

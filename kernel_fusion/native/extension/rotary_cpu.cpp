@@ -1,6 +1,4 @@
 // The rotary embedding on the CPU: threads share the tokens.
-#include <ATen/ops/zeros.h>
-
 #include "backends.h"
 #include "cpu/kernels.h"
 #include "cpu/memory.h"
@@ -123,7 +121,7 @@ void rotary_bwd_cpu(const RotaryBwdCall& c, RotaryGradients& gradients) {
   // Sums of blocks of tokens, which are cut by their number alone, so that no bit depends on the number of threads.
   constexpr int64_t kMostBlocks = 128;
   const int64_t block = ceil_div(tokens, kMostBlocks), blocks = ceil_div(tokens, block);
-  const Tensor partials = at::zeros({2, blocks, cols}, query.options().dtype(at::kDouble));
+  const Tensor partials = allocate({2, blocks, cols}, query.options().dtype(at::kDouble)).zero_();
   double* const sums = partials.data_ptr<double>();
   const auto row = [&](int which, int64_t i) {
     return dweights[which]->defined() ? sums + (which * blocks + i) * cols : nullptr;

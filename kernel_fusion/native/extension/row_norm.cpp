@@ -1,9 +1,10 @@
 // The row-norm operators below autograd: checks, allocation, shapes for tracing, registration.
-#include <ATen/ops/empty.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_ops.h>
 #include <c10/core/SymIntArrayRef.h>
-#include <torch/library.h>
 
 #include "backends.h"
+#include "dispatch.h"
 
 namespace kf {
 
@@ -75,12 +76,12 @@ bool accepts(const ForwardCall& c) {
 }
 
 StagedResult reference(const ForwardCall& call) {
-  static const auto op = find_op<StagedResult>("kernel_fusion::staged_row_norm_reference", staged_call);
-  return call_operator(op, call);
+  static const auto op = find_op("kernel_fusion::staged_row_norm_reference");
+  return call_operator<StagedResult>(op, call);
 }
 
 void define(Tensor& t, const Tensor& input, OptionalDtype dtype) {
-  if (!t.defined()) t = at::empty({0}, input.options().dtype(dtype.value_or(acc_dtype(input))));
+  if (!t.defined()) t = allocate({0}, input.options().dtype(dtype.value_or(acc_dtype(input))));
 }
 
 namespace {

@@ -14,9 +14,10 @@ namespace {
 // ---- Below autograd ------------------------------------------------------------------------------------------------
 
 ForwardResult call_forward(const ForwardCall& c) {
-  static const auto op = find_op<ForwardResult>("kernel_fusion::row_norm_fwd", forward_call);
+  static const auto op = find_op("kernel_fusion::row_norm_fwd");
   auto result = with_stages(c, c, [&](const auto&... stages) {
-    return op.call(c.input, c.num_dims, c.weight, c.bias, c.eps, c.weight_offset, c.out_dtype, c.rms, c.residual, stages...);
+    return call_boxed<ForwardResult>(op, c.input, c.num_dims, c.weight, c.bias, c.eps, c.weight_offset, c.out_dtype, c.rms,
+                                     c.residual, stages...);
   });
   if (!present(c.residual)) std::get<2>(result) = Tensor();  // the operator makes it empty
   return result;
@@ -24,8 +25,8 @@ ForwardResult call_forward(const ForwardCall& c) {
 
 RowNormGradients call_backward(const BackwardCall& c) {
   if (const auto* backend = direct(with_tensors(c, keys_of))) return backward(*backend, c);
-  static const auto op = find_op<BackwardResult>("kernel_fusion::row_norm_bwd", backward_call);
-  return std::make_from_tuple<RowNormGradients>(call_operator(op, c));
+  static const auto op = find_op("kernel_fusion::row_norm_bwd");
+  return std::make_from_tuple<RowNormGradients>(call_operator<BackwardResult>(op, c));
 }
 
 // ---- The node ------------------------------------------------------------------------------------------------------
@@ -208,7 +209,7 @@ template <const char* name, class Result, auto make> struct Verb;
 template <const char* name, class Result, class... Rest, ForwardCall (*make)(const Tensor&, Rest...)>
 struct Verb<name, Result, make> {
   static const auto& op() {
-    static const auto found = find_op<Result>(name, make);
+    static const auto found = find_op(name).typed<Result(const Tensor&, Rest...)>();
     return found;
   }
 

@@ -1,6 +1,4 @@
 // The CUDA operators: arguments -> key -> launch. Row counts beyond a grid's limit would not fit a device's memory.
-#include <ATen/ops/empty.h>
-
 #include "backends.h"
 #include "cuda/sum_partials.h"
 
@@ -150,7 +148,7 @@ void quantized_row_norm_cuda(const ForwardCall& call, const Quantize& quantize, 
   auto spec = inputs.spec(call);
   spec.codes = codes_of(quantize, inputs.x.cols);
   const auto& kernel = find_kernel({call.input.device(), spec, inputs.access(y)}, on.stream);
-  const Tensor whole = kernel.splits && !quantize.keeps ? at::empty(call.input.sizes(), y.options()) : y;
+  const Tensor whole = kernel.splits && !quantize.keeps ? allocate(call.input.sizes(), y.options()) : y;
   inputs.launch(kernel, call, whole, {}, h, code_args(quantize, inputs.x.rows, to), on.stream);
   if (kernel.splits) quantize_cuda(whole, quantize, to);
 }
@@ -262,7 +260,7 @@ void backward_cuda(const BackwardCall& call, RowNormGradients& to) {
   const auto memory = [](const Tensor& t) { return t.defined() ? t.data_ptr() : nullptr; };
   args.dx = memory(to.dx);
   // A pass for the sums makes dgate of it.
-  const Tensor dresidual = wants_dgate && !wants_dresidual ? at::empty(call.input.sizes(), call.input.options()) : to.dresidual;
+  const Tensor dresidual = wants_dgate && !wants_dresidual ? allocate(call.input.sizes(), call.input.options()) : to.dresidual;
   args.dresidual = memory(dresidual);
   const int64_t grid = kernel.grid(rows, groups);
   if (!wants_dweight && !wants_dbias && !wants_dgate) return launch_groups(kernel, grid, groups, on.stream, args);

@@ -1,8 +1,6 @@
 // Softmax below autograd: checks, allocation, registration. Python has the shapes for tracing (operators/meta.py).
-#include <ATen/ops/empty_like.h>
-#include <torch/library.h>
-
 #include "backends.h"
+#include "dispatch.h"
 
 namespace kf {
 
@@ -15,13 +13,13 @@ bool accepts(const SoftmaxVerbCall& c) {
 }
 
 Tensor reference(const SoftmaxVerbCall& c) {
-  static const auto op = find_op<Tensor>("kernel_fusion::softmax_reference", softmax_call);
-  return call_operator(op, c);
+  static const auto op = find_op("kernel_fusion::softmax_reference");
+  return call_operator<Tensor>(op, c);
 }
 
 Tensor softmax(const Backend& backend, const SoftmaxVerbCall& call) {
   const Tensor expanded = present(call.mask) ? call.mask->expand(call.input.sizes()) : Tensor();
-  Tensor y = at::empty_like(call.input, at::MemoryFormat::Contiguous);
+  Tensor y = allocate_like(call.input, at::MemoryFormat::Contiguous);
   if (y.numel()) {
     check_all_memory(call.input, call.mask);
     backend.softmax({call.input, expanded, call.scale, call.causal}, y);
@@ -33,7 +31,7 @@ Tensor softmax_bwd(const Backend& backend, const SoftmaxBwdCall& c) {
   const Tensor &dy = c.dy, &y = c.y;
   TORCH_CHECK(readable(dy) && readable(y) && y.dim() >= 1 && dy.sizes().equals(y.sizes()) && dy.device() == y.device(),
               "kernel_fusion::softmax_bwd: arguments that its kernels do not take");
-  Tensor dx = at::empty_like(y, at::MemoryFormat::Contiguous);
+  Tensor dx = allocate_like(y, at::MemoryFormat::Contiguous);
   if (y.numel()) {
     check_all_memory(dy, y);
     backend.softmax_bwd({dy.contiguous(), y.contiguous(), c.scale, c.leaves_out}, dx);

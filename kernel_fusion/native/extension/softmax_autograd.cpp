@@ -10,8 +10,8 @@ namespace {
 Tensor below_autograd(c10::DispatchKeySet keys, const SoftmaxVerbCall& c) {
   const at::AutoDispatchBelowADInplaceOrView below;
   if (const auto* backend = direct(keys)) return softmax(*backend, c);
-  static const auto op = find_op<Tensor>("kernel_fusion::softmax", softmax_call);
-  return call_operator(op, c);
+  static const auto op = find_op("kernel_fusion::softmax");
+  return call_operator<Tensor>(op, c);
 }
 
 // scale * (dy - sum(dy * y)) * y; with ATen if it is differentiated. y determines it, so x need not be kept.
@@ -20,8 +20,8 @@ Tensor softmax_backward(const SoftmaxBwdCall& c) {
   const auto* backend = direct(keys_of(dy, y));
   if (!at::GradMode::is_enabled()) {
     if (backend) return softmax_bwd(*backend, c);
-    static const auto op = find_op<Tensor>("kernel_fusion::softmax_bwd", softmax_bwd_call);
-    return call_operator(op, c);
+    static const auto op = find_op("kernel_fusion::softmax_bwd");
+    return call_operator<Tensor>(op, c);
   }
   if (backend) check_all_memory(dy, y);  // ATen's operations check none
   const Tensor wide_dy = dy.to(acc_dtype(y)), wide_y = y.to(acc_dtype(y));

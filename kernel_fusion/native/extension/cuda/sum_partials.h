@@ -1,7 +1,7 @@
 // Column sums in two steps: the blocks of a kernel write partial rows, and another kernel adds them in a fixed order.
 #pragma once
 
-#include <ATen/ops/empty.h>
+#include <ATen/core/Tensor.h>
 
 #include <bit>
 
@@ -26,7 +26,7 @@ struct PartialRows {
 
   PartialRows(const at::Tensor& like, int64_t count, int64_t cols, int64_t sums = 2)
       : count(count), cols(cols), pitch(ceil_div(cols, kPartialCols) * kPartialCols),
-        tensor(at::empty({sums, count, pitch}, like.options().dtype(acc_dtype(like)))) {}
+        tensor(allocate({sums, count, pitch}, like.options().dtype(acc_dtype(like)))) {}
   char* data(int which) const {
     return static_cast<char*>(tensor.data_ptr()) + which * count * pitch * static_cast<int64_t>(tensor.element_size());
   }
