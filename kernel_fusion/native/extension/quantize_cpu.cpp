@@ -11,14 +11,9 @@ cpu::Quantization quantization(const Quantize& quantize, at::ScalarType type, in
                      : quantize.dtype == at::kFloat8_e4m3fn ? cpu::Codes::kE4m3
                                                             : cpu::Codes::kE5m2;
   prefer_huge_pages(to.values);
-  return {cpu_dtype(type),
-          codes,
-          rows,
-          cols,
-          quantize.block,
-          present(quantize.scale) ? quantize.scale->const_data_ptr<float>() : nullptr,
-          static_cast<uint8_t*>(to.values.mutable_data_ptr()),
-          to.scales.mutable_data_ptr<float>()};
+  const auto* given = present(quantize.scale) ? quantize.scale->const_data_ptr<float>() : nullptr;
+  auto* values = static_cast<uint8_t*>(to.values.mutable_data_ptr());
+  return {cpu_dtype(type), codes, rows, cols, quantize.block, given, values, to.scales.mutable_data_ptr<float>()};
 }
 
 void quantize_cpu(const Tensor& v, const Quantize& quantize, Quantized& to) {
