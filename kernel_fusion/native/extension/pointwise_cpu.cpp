@@ -5,7 +5,6 @@
 
 #include "backends.h"
 #include "cpu/kernels.h"
-#include "cpu/memory.h"
 #include "cpu/tasks.h"
 
 namespace kf {

@@ -1,8 +1,7 @@
 // Quantised results on the CPU: rows are computed into memory that stays in a cache, a few at a time, and are quantised there.
-#include "cpu/quantized_rows.h"
+#include "cpu/norm_call.h"
 
 #include "backends.h"
-#include "cpu/memory.h"
 
 namespace kf {
 

@@ -1,7 +1,6 @@
 // Softmax on the CPU: threads share the rows.
 #include "backends.h"
 #include "cpu/kernels.h"
-#include "cpu/memory.h"
 #include "cpu/tasks.h"
 
 namespace kf {
