@@ -100,7 +100,9 @@ int alignment_of(const void* p);
 // A list of types.
 template <class...> struct Types {};
 
-// A function `make` makes a call, one object, from an operator's arguments, whose list and types are nowhere else.
+// A function `make` makes a call, one object, from an operator's arguments, whose list and types are nowhere else. This one's
+// object has them as members.
+template <class Call, class... Args> Call made(Args... args) { return {args...}; }
 
 // The operator `name`, which returns `Result` and takes the arguments of `make`.
 template <class Result, class Call, class... Args> auto find_op(const char* name, Call (*)(Args...)) {
