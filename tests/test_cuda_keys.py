@@ -14,7 +14,7 @@ from support import PACKAGE
 
 from kernel_fusion.backends.cuda import headers, planner, python_launch
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
-from kernel_fusion.backends.cuda.launch import Launch
+from kernel_fusion.backends.cuda.source import Launch
 from kernel_fusion.config import cxx_compiler
 from kernel_fusion.core.fields import Several, is_struct, kinds, literal, numbers
 from kernel_fusion.core.other_specs import (

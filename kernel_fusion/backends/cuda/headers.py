@@ -13,10 +13,10 @@ from textwrap import wrap
 from typing import Any
 
 from kernel_fusion.backends.cuda import stage_headers, sum_partials
-from kernel_fusion.backends.cuda.launch import Launch
 from kernel_fusion.backends.cuda.plan import Plan
 from kernel_fusion.backends.cuda.planner import KERNELS
 from kernel_fusion.backends.cuda.reduce import ReduceRule
+from kernel_fusion.backends.cuda.source import Launch
 from kernel_fusion.core.activations import CODES
 from kernel_fusion.core.fields import COUNTERS, Names, Several, constant, count, is_struct, kinds, literal
 from kernel_fusion.core.other_specs import PointwiseAccess, PointwiseSpec
@@ -107,7 +107,7 @@ def texts() -> dict[Path, str]:
         body="".join(map(_enumeration, enumerations)) + _constants(slots),
     )
     specs = _FRAME.format(
-        about="Specs, accesses and launches: core/spec.py, core/other_specs.py, backends/cuda/launch.py define them.",
+        about="Specs, accesses and launches: core/spec.py, core/other_specs.py, backends/cuda/source.py define them.",
         includes='#include "shared/names.h"\n\n',
         body="\n".join(_struct(owner, numbers.get(owner)) for owner in structs) + _constants(constants),
     )

@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 from kernel_fusion.backends.cuda import compile as compiler
 from kernel_fusion.backends.cuda import pointwise, quantize, reduce, rotary, softmax, sum_partials
 from kernel_fusion.backends.cuda.device import Device
-from kernel_fusion.backends.cuda.launch import Launch
 from kernel_fusion.backends.cuda.plan import Plan
 from kernel_fusion.backends.cuda.row_norm_plan import plan_row_norm
 from kernel_fusion.backends.cuda.row_norm_source import row_norm_source
-from kernel_fusion.backends.cuda.source import Source
+from kernel_fusion.backends.cuda.source import Launch, Source
 from kernel_fusion.core.fields import kinds, numbers, read
 from kernel_fusion.core.other_specs import (
     PointwiseAccess,

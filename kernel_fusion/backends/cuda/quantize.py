@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kernel_fusion.backends.cuda.device import Device
-from kernel_fusion.backends.cuda.launch import Launch
 from kernel_fusion.backends.cuda.plan import SMALL_ROW_THREADS, Plan
-from kernel_fusion.backends.cuda.source import Source
+from kernel_fusion.backends.cuda.source import Launch, Source
 from kernel_fusion.backends.cuda.tree import Tree, ceil_div, spread_row
 from kernel_fusion.core.fields import constants
 from kernel_fusion.core.other_specs import QuantizeAccess, QuantizeSpec

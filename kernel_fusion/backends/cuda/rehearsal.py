@@ -13,7 +13,7 @@ from typing import Any
 
 from kernel_fusion.backends.cuda import planner
 from kernel_fusion.backends.cuda.device import Device
-from kernel_fusion.backends.cuda.launch import Launch
+from kernel_fusion.backends.cuda.source import Launch
 
 # They share a sum over columns.
 _MULTIPROCESSORS = 132

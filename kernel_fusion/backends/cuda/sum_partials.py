@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from kernel_fusion.backends.cuda.device import Device
-from kernel_fusion.backends.cuda.launch import Launch
-from kernel_fusion.backends.cuda.source import Source
+from kernel_fusion.backends.cuda.source import Launch, Source
 from kernel_fusion.core.fields import constants
 from kernel_fusion.core.spec import Access, SumPartialsSpec
 

@@ -13,24 +13,21 @@
 
 namespace kf {
 
+// clang-format off
+#define KF_KERNELS(X) \
+  X(forward) X(backward) X(pointwise) X(pointwise_bwd) X(pointwise_bwd_columns) X(reduce) X(softmax) X(softmax_bwd) \
+  X(rotary) X(rotary_bwd) X(quantize) X(quantized_row_norm) X(quantized_gate)
+// clang-format on
+
 // A device without kernels stands for tracing, of the norms only (operators/meta.py has the others).
 struct Backend {
   c10::DispatchKey key;
   c10::DeviceType device;
-  ForwardKernel* forward = nullptr;
-  BackwardKernel* backward = nullptr;
-  PointwiseKernel* pointwise = nullptr;
-  PointwiseBwdKernel* pointwise_bwd = nullptr;
-  PointwiseBwdColumnsKernel* pointwise_bwd_columns = nullptr;
-  ReduceKernel* reduce = nullptr;
-  SoftmaxKernel* softmax = nullptr;
-  SoftmaxBwdKernel* softmax_bwd = nullptr;
-  RotaryKernel* rotary = nullptr;
-  RotaryBwdKernel* rotary_bwd = nullptr;
-  QuantizeKernel* quantize = nullptr;
-  QuantizedNormKernel* quantized_row_norm = nullptr;
-  QuantizedGateKernel* quantized_gate = nullptr;
+#define KF_FIELD(name) decltype(&name##_cpu) name = nullptr;
+  KF_KERNELS(KF_FIELD)
+#undef KF_FIELD
 };
+
 // The CPU's kernel; in a rehearsal CUDA's is looked for before.
 template <auto cpu, auto cuda> struct Rehearsed;
 template <class... Args, void (*cpu)(Args...), void (*cuda)(Args...)> struct Rehearsed<cpu, cuda> {
@@ -39,27 +36,13 @@ template <class... Args, void (*cpu)(Args...), void (*cuda)(Args...)> struct Reh
     cpu(args...);
   }
 };
-inline constexpr Backend kCpu{c10::DispatchKey::CPU,
-                              c10::DeviceType::CPU,
-                              Rehearsed<&forward_cpu, &forward_cuda>::run,
-                              Rehearsed<&backward_cpu, &backward_cuda>::run,
-                              Rehearsed<&pointwise_cpu, &pointwise_cuda>::run,
-                              Rehearsed<&pointwise_bwd_cpu, &pointwise_bwd_cuda>::run,
-                              Rehearsed<&pointwise_bwd_columns_cpu, &pointwise_bwd_columns_cuda>::run,
-                              Rehearsed<&reduce_cpu, &reduce_cuda>::run,
-                              Rehearsed<&softmax_cpu, &softmax_cuda>::run,
-                              Rehearsed<&softmax_bwd_cpu, &softmax_bwd_cuda>::run,
-                              Rehearsed<&rotary_cpu, &rotary_cuda>::run,
-                              Rehearsed<&rotary_bwd_cpu, &rotary_bwd_cuda>::run,
-                              Rehearsed<&quantize_cpu, &quantize_cuda>::run,
-                              Rehearsed<&quantized_row_norm_cpu, &quantized_row_norm_cuda>::run,
-                              Rehearsed<&quantized_gate_cpu, &quantized_gate_cuda>::run};
-// clang-format off
-inline constexpr Backend kCuda{c10::DispatchKey::CUDA, c10::DeviceType::CUDA, forward_cuda, backward_cuda, pointwise_cuda,
-                               pointwise_bwd_cuda, pointwise_bwd_columns_cuda, reduce_cuda, softmax_cuda, softmax_bwd_cuda,
-                               rotary_cuda, rotary_bwd_cuda, quantize_cuda, quantized_row_norm_cuda, quantized_gate_cuda};
+#define KF_ON_CPU(name) Rehearsed<&name##_cpu, &name##_cuda>::run,
+#define KF_ON_CUDA(name) name##_cuda,
+inline constexpr Backend kCpu{c10::DispatchKey::CPU, c10::DeviceType::CPU, KF_KERNELS(KF_ON_CPU)};
+inline constexpr Backend kCuda{c10::DispatchKey::CUDA, c10::DeviceType::CUDA, KF_KERNELS(KF_ON_CUDA)};
+#undef KF_ON_CPU
+#undef KF_ON_CUDA
 inline constexpr Backend kMeta{c10::DispatchKey::Meta, c10::DeviceType::Meta};
-// clang-format on
 
 // The backend to call directly, if `keys` hold only a device, and autograd. Null if something else must see the operators: a
 // mode, a subclass, a transform, functionalisation, tracing.

@@ -23,8 +23,8 @@ template <class Result, class Call> Result call_operator(const c10::OperatorHand
   return with_arguments(call, [&](const auto&... args) { return call_boxed<Result>(op, args...); });
 }
 
-// A function `make` makes a call, one object, from an operator's arguments, whose list and types are nowhere else.
-// The implementation of an operator: body(make(its arguments)); at autograd with the dispatcher's keys before.
+// The implementation of an operator: body(make(its arguments)); at autograd with the dispatcher's keys before. `make` makes
+// a call, one object, from the arguments.
 template <auto make, auto body> struct Implementation;
 template <class Call, class... Args, Call (*make)(Args...), auto body> struct Implementation<make, body> {
   static auto run(Args... args) { return body(make(args...)); }

@@ -102,6 +102,9 @@ Tensor allocate_like(const Tensor& t, std::optional<at::MemoryFormat> format = s
 // A list of types.
 template <class...> struct Types {};
 
+// Makes a call, one object, from an operator's arguments, whose list and types are nowhere else.
+template <class Call, class... Args> Call made(Args... args) { return {args...}; }
+
 // How often each kind of kernel ran in this process; tests compare it, so that none passes through a fallback.
 void count(Counter counter);
 

@@ -44,10 +44,8 @@ struct PointwiseCall {
   double scale, dropout_p;
   const OptionalTensor& seed;
 };
-inline PointwiseCall pointwise_call(const Tensor& a, const OptionalTensor& b, std::string_view combine,
-                                    std::string_view activation, double scale, double dropout_p, const OptionalTensor& seed) {
-  return {a, b, combine, activation, scale, dropout_p, seed};
-}
+inline constexpr auto pointwise_call = &made<PointwiseCall, const Tensor&, const OptionalTensor&, std::string_view,
+                                             std::string_view, double, double, const OptionalTensor&>;
 template <class F> auto with_arguments(const PointwiseCall& c, F&& f) {
   return f(c.a, c.b, c.combine, c.activation, c.scale, c.dropout_p, c.seed);
 }

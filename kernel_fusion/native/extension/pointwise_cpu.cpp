@@ -5,7 +5,6 @@
 
 #include "backends.h"
 #include "cpu/kernels.h"
-#include "cpu/memory.h"
 #include "cpu/tasks.h"
 
 namespace kf {
@@ -23,12 +22,9 @@ void run_loop(cpu::PointwiseLoop* loop, const cpu::ChainOperands& operands, at::
 cpu::ChainOperands operands_of(const Chain& chain, at::TensorIteratorBase& iter, int base, std::array<bool, 2> wants) {
   size_t moved = 0;
   for (int k = 0; k < iter.ntensors(); ++k) moved += iter.tensor(k).nbytes();
-  cpu::ChainOperands operands{chain,
-                              {},
-                              static_cast<const char*>(iter.data_ptr(base)),
-                              {wants[0], wants[1]},
-                              iter.dtype(base) == at::kDouble,
-                              past_caches(moved, free_threads())};
+  const auto* origin = static_cast<const char*>(iter.data_ptr(base));
+  const bool wide = iter.dtype(base) == at::kDouble, streams = past_caches(moved, free_threads());
+  cpu::ChainOperands operands{chain, {}, origin, {wants[0], wants[1]}, wide, streams};
   for (int k = 0; k < iter.ntensors(); ++k) operands.types[k] = cpu_dtype(iter.dtype(k));
   return operands;
 }
@@ -50,18 +46,11 @@ void pointwise_bwd_cpu(const Chain& chain, at::TensorIteratorBase& iter, std::ar
 void pointwise_bwd_columns_cpu(const ColumnCall& call, Tensor& da, Tensor& db) {
   count(Counter::kCpuBackward);
   prefer_huge_pages(da);
-  const cpu::ChainColumns args{
-      call.chain,
-      bytes(call.dy),
-      bytes(call.a),
-      bytes(call.b),
-      da.defined() ? static_cast<char*>(da.data_ptr()) : nullptr,
-      call.cols,
-      cpu_dtype(call.dy.scalar_type()),
-      cpu_dtype(call.a.scalar_type()),
-      cpu_dtype(call.b.scalar_type()),
-      call.dy.scalar_type() == at::kDouble,
-      past_caches(call.dy.nbytes() + call.a.nbytes() + (da.defined() ? da.nbytes() : 0), free_threads())};
+  const auto type = [](const Tensor& t) { return cpu_dtype(t.scalar_type()); };
+  const bool streams = past_caches(call.dy.nbytes() + call.a.nbytes() + (da.defined() ? da.nbytes() : 0), free_threads());
+  const cpu::ChainColumns args{call.chain, bytes(call.dy), bytes(call.a), bytes(call.b), const_cast<char*>(bytes(da)),
+                               call.cols,  type(call.dy),  type(call.a),  type(call.b),  type(call.dy) == Dtype::kDouble,
+                               streams};
   // At most 64 blocks of rows, so that partial rows stay a small part of the traffic.
   constexpr int64_t kStrip = 8192;
   const int64_t block_rows = std::max<int64_t>(8, ceil_div(call.rows, 64)), blocks = ceil_div(call.rows, block_rows);

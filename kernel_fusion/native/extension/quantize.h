@@ -12,6 +12,11 @@ struct Quantize {
   const OptionalTensor& scale;  // none: each row has one, or
   int64_t block;                // each of its blocks of columns, if it is not 0
   bool keeps = true;            // the result in its own dtype, too
+
+  CodeType code() const {
+    if (dtype == at::kChar) return CodeType::kInt8;
+    return dtype == at::kFloat8_e4m3fn ? CodeType::kFloat8E4m3fn : CodeType::kFloat8E5m2;
+  }
 };
 
 // The results: contiguous codes, and scales, that of block b of row r at b * rows + r; without elements where one is given.

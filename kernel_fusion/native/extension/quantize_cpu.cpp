@@ -1,24 +1,15 @@
 // Quantised results on the CPU: rows are computed into memory that stays in a cache, a few at a time, and are quantised there.
-#include "cpu/quantized_rows.h"
+#include "cpu/norm_call.h"
 
 #include "backends.h"
-#include "cpu/memory.h"
 
 namespace kf {
 
 cpu::Quantization quantization(const Quantize& quantize, at::ScalarType type, int64_t rows, int64_t cols, Quantized& to) {
-  const auto codes = quantize.dtype == at::kChar            ? cpu::Codes::kInt8
-                     : quantize.dtype == at::kFloat8_e4m3fn ? cpu::Codes::kE4m3
-                                                            : cpu::Codes::kE5m2;
   prefer_huge_pages(to.values);
-  return {cpu_dtype(type),
-          codes,
-          rows,
-          cols,
-          quantize.block,
-          present(quantize.scale) ? quantize.scale->const_data_ptr<float>() : nullptr,
-          static_cast<uint8_t*>(to.values.mutable_data_ptr()),
-          to.scales.mutable_data_ptr<float>()};
+  const auto* given = present(quantize.scale) ? quantize.scale->const_data_ptr<float>() : nullptr;
+  auto* values = static_cast<uint8_t*>(to.values.mutable_data_ptr());
+  return {cpu_dtype(type), quantize.code(), rows, cols, quantize.block, given, values, to.scales.mutable_data_ptr<float>()};
 }
 
 void quantize_cpu(const Tensor& v, const Quantize& quantize, Quantized& to) {

@@ -10,10 +10,7 @@ Codes codes_of(const Quantize& quantize, int64_t cols) {
   const bool given = present(quantize.scale), blocks = !given && quantize.block && cols > quantize.block;
   if (blocks && quantize.block != kBlock)
     driver::fail("CUDA kernels make scales of blocks of 128 columns, not of " + std::to_string(quantize.block));
-  const CodeType code = quantize.dtype == at::kChar            ? CodeType::kInt8
-                        : quantize.dtype == at::kFloat8_e4m3fn ? CodeType::kFloat8E4m3fn
-                                                               : CodeType::kFloat8E5m2;
-  return {code, given ? Scales::kGiven : blocks ? Scales::kBlock : Scales::kRow, quantize.keeps};
+  return {quantize.code(), given ? Scales::kGiven : blocks ? Scales::kBlock : Scales::kRow, quantize.keeps};
 }
 
 CodeArgs code_args(const Quantize& quantize, int64_t rows, Quantized& to) {

@@ -31,10 +31,8 @@ struct ReduceVerbCall {
   std::string_view kind;
   OptionalDtype dtype;
 };
-inline ReduceVerbCall reduce_call(const Tensor& input, at::IntArrayRef dim, bool keepdim, std::string_view kind,
-                                  OptionalDtype dtype) {
-  return {input, dim, keepdim, kind, dtype};
-}
+inline constexpr auto reduce_call =
+    &made<ReduceVerbCall, const Tensor&, at::IntArrayRef, bool, std::string_view, OptionalDtype>;
 template <class F> auto with_arguments(const ReduceVerbCall& c, F&& f) { return f(c.input, c.dim, c.keepdim, c.kind, c.dtype); }
 
 // Whether the kernels can serve a call; else the definition in backends/eager does, or says what is wrong.

@@ -22,17 +22,9 @@ struct Reduction {
     return find_kernel({call.device, spec, access}, stream);
   }
   ReduceArgs args(void* out, int64_t chunks, int64_t chunk) const {
-    return {call.in,
-            out,
-            call.outer,
-            call.reduced,
-            call.inner,
-            call.outer_stride,
-            call.reduced_stride,
-            call.inner_stride,
-            chunks,
-            chunk,
-            chunks == 1 ? call.divisor : 1.0};
+    const double divisor = chunks == 1 ? call.divisor : 1.0;
+    return {call.in,           out,    call.outer, call.reduced, call.inner, call.outer_stride, call.reduced_stride,
+            call.inner_stride, chunks, chunk,      divisor};
   }
   // The remaining work after the chunks are summed: adding `chunks` contiguous values (or rows of values).
   Reduction rest(const Tensor& sums, int64_t outer, int64_t chunks, int64_t inner) const {

@@ -20,12 +20,9 @@ struct RotaryCall {
   bool interleaved;
   std::string_view rounding;
 };
-inline RotaryCall rotary_call(const Tensor& query, const OptionalTensor& key, const OptionalTensor& query_weight,
-                              const OptionalTensor& key_weight, const Tensor& cos, const Tensor& sin,
-                              const OptionalTensor& positions, std::optional<double> eps, double weight_offset,
-                              bool interleaved, std::string_view rounding) {
-  return {query, key, query_weight, key_weight, cos, sin, positions, eps, weight_offset, interleaved, rounding};
-}
+inline constexpr auto rotary_call =
+    &made<RotaryCall, const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&,
+          const Tensor&, const OptionalTensor&, std::optional<double>, double, bool, std::string_view>;
 template <class F> auto with_arguments(const RotaryCall& c, F&& f) {
   return f(c.query, c.key, c.query_weight, c.key_weight, c.cos, c.sin, c.positions, c.eps, c.weight_offset, c.interleaved,
            c.rounding);
@@ -43,14 +40,10 @@ struct RotaryBwdCall {
   std::string_view rounding;
   std::array<bool, 4> wants;
 };
-inline RotaryBwdCall rotary_bwd_call(const Tensor& dy, const OptionalTensor& dy_key, const OptionalTensor& query,
-                                     const OptionalTensor& key, const OptionalTensor& query_weight,
-                                     const OptionalTensor& key_weight, const Tensor& cos, const Tensor& sin,
-                                     const OptionalTensor& positions, std::optional<double> eps, double weight_offset,
-                                     bool interleaved, std::string_view rounding, std::array<bool, 4> wants) {
-  return {dy,  dy_key,    query, key,           query_weight, key_weight, cos,
-          sin, positions, eps,   weight_offset, interleaved,  rounding,   wants};
-}
+inline constexpr auto rotary_bwd_call =
+    &made<RotaryBwdCall, const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+          const OptionalTensor&, const OptionalTensor&, const Tensor&, const Tensor&, const OptionalTensor&,
+          std::optional<double>, double, bool, std::string_view, std::array<bool, 4>>;
 template <class F> auto with_arguments(const RotaryBwdCall& c, F&& f) {
   return f(c.dy, c.dy_key, c.query, c.key, c.query_weight, c.key_weight, c.cos, c.sin, c.positions, c.eps, c.weight_offset,
            c.interleaved, c.rounding, c.wants);

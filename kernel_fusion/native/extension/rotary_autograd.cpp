@@ -118,17 +118,11 @@ RotaryResult rotary_autograd(c10::DispatchKeySet keys, const RotaryCall& call) {
              of_key = torch::autograd::compute_requires_grad(key, key_weight);
   if (!of_query && !of_key) return result;
   // The node need not know tensors that need no gradient.
-  const RotaryCall of_node{of_query ? query : *key,
-                           of_query && of_key ? key : kAbsent,
-                           of_query ? query_weight : key_weight,
-                           of_query && of_key ? key_weight : kAbsent,
-                           cos,
-                           sin,
-                           positions,
-                           eps,
-                           weight_offset,
-                           interleaved,
-                           rounding};
+  const bool both = of_query && of_key;
+  const Tensor& x = of_query ? query : *key;
+  const OptionalTensor &weight = of_query ? query_weight : key_weight, &other = both ? key : kAbsent;
+  const RotaryCall of_node{x,           other,   weight, both ? key_weight : kAbsent, cos, sin, positions, eps, weight_offset,
+                           interleaved, rounding};
   const auto node = new_node<RotaryBackward>(of_node);
   if (of_query) torch::autograd::set_history(std::get<0>(result), node);
   if (of_key) torch::autograd::set_history(std::get<1>(result), node);

@@ -1,7 +1,6 @@
 // The rotary embedding on the CPU: threads share the tokens.
 #include "backends.h"
 #include "cpu/kernels.h"
-#include "cpu/memory.h"
 #include "cpu/tasks.h"
 
 namespace kf {

@@ -159,19 +159,8 @@ struct Calls<make, Types<Staged...>> {
                                const OptionalTensor& x, const OptionalTensor& bias, bool has_residual, Staged... stages) {
     const auto [options, tensors] = stages_of(stages...);
     const auto dx_dtype = x_dtype.value_or(input.scalar_type());
-    return {{options, num_dims, weight_offset, rms},
-            tensors,
-            dy,
-            input,
-            stats,
-            weight,
-            bias_dtype,
-            wants,
-            dx_dtype,
-            dh,
-            x,
-            bias,
-            has_residual};
+    const Norm norm{options, num_dims, weight_offset, rms};
+    return {norm, tensors, dy, input, stats, weight, bias_dtype, wants, dx_dtype, dh, x, bias, has_residual};
   }
 };
 

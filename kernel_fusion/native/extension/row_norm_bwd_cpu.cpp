@@ -17,13 +17,9 @@ struct StagedBackward {
 
   StagedBackward(const BackwardCall& call, const Rows& input, Tensor& dresidual)
       : x(call.x, call.num_dims), rows(rows_of(call, call.num_dims)) {
-    args = {common(call, rows, call.input.scalar_type()),
-            call.has_residual,
-            x.data(),
-            nullptr,
-            call.wants[3] ? dresidual.data_ptr() : nullptr,
-            x.layout(),
-            cpu_dtype(call.x_dtype)};
+    const auto stages = common(call, rows, call.input.scalar_type());
+    void* to = call.wants[3] ? dresidual.data_ptr() : nullptr;
+    args = {stages, call.has_residual, x.data(), nullptr, to, x.layout(), cpu_dtype(call.x_dtype)};
     if (call.has_residual) return;
     args.x = input.data();
     args.x_rows = input.layout;

@@ -2,7 +2,6 @@
 #include <vector>
 
 #include "cpu/norm_call.h"
-#include "cpu/quantized_rows.h"
 
 namespace kf {
 namespace {

@@ -9,11 +9,12 @@ namespace {
 Tensor contiguous(const OptionalTensor& t) { return present(t) ? t->contiguous() : Tensor(); }
 
 struct Stats {
-  char* mean;
-  char* rstd;
-  Stats(const Tensor& stats, int64_t rows, bool rms)
-      : mean(rms ? nullptr : static_cast<char*>(stats.data_ptr())),
-        rstd(static_cast<char*>(stats.data_ptr()) + (rms ? 0 : rows * stats.element_size())) {}
+  char *mean = nullptr, *rstd = nullptr;
+  Stats(const Tensor& stats, int64_t rows, bool rms) {
+    if (!stats.defined()) return;
+    rstd = static_cast<char*>(stats.data_ptr());
+    if (!rms) mean = std::exchange(rstd, rstd + rows * stats.element_size());
+  }
 };
 
 bool repeats_rows(const Tensor& t, int64_t num_dims) {
@@ -61,6 +62,36 @@ void launch_groups(const LoadedKernel& kernel, int64_t grid, int64_t groups, dri
   }
 }
 
+// What the specs of both directions have.
+template <class Call>
+RowNormSpec spec_of(const Call& call, Direction direction, int64_t cols, at::ScalarType x, at::ScalarType y, OptionalDtype bias,
+                    OptionalDtype residual) {
+  RowNormSpec spec{.direction = direction,
+                   .rms = call.rms,
+                   .cols = static_cast<int>(cols),
+                   .x = cpu_dtype(x),
+                   .y = cpu_dtype(y),
+                   .weight = dtype_or_absent(dtype_of(call.weight)),
+                   .bias = dtype_or_absent(bias),
+                   .offset = call.weight_offset != 0.0,
+                   .grads = {},
+                   .residual = dtype_or_absent(residual)};
+  describe(call, call, spec);
+  return spec;
+}
+
+// The arguments that both kernels have.
+template <class Args, class Call>
+void set_common(Args& args, const Call& call, const ColumnVectors& vectors, const Groups& groups) {
+  args.groups = vectors.of(groups);
+  args.gate = data_or_null(vectors.gate.tensor);
+  args.weight_offset = call.weight_offset;
+  if (!call.dropout) return;
+  args.seed = call.seed()->const_data_ptr();
+  args.dropout_last = call.dropout.last();
+  args.dropout_scale = call.dropout.scale();
+}
+
 // The tensors of a forward as its kernels read them.
 struct ForwardInputs {
   Rows x;
@@ -75,18 +106,9 @@ struct ForwardInputs {
   }
 
   RowNormSpec spec(const ForwardCall& call) const {
-    RowNormSpec spec{.direction = call.wants_stats ? Direction::kForward : Direction::kInference,
-                     .rms = call.rms,
-                     .cols = static_cast<int>(x.cols),
-                     .x = cpu_dtype(call.input.scalar_type()),
-                     .y = cpu_dtype(call.y_dtype()),
-                     .weight = dtype_or_absent(dtype_of(call.weight)),
-                     .bias = dtype_or_absent(dtype_of(call.bias)),
-                     .offset = call.weight_offset != 0.0,
-                     .grads = {},
-                     .residual = dtype_or_absent(dtype_of(call.residual))};
-    describe(call, call, spec);
-    return spec;
+    const auto direction = call.wants_stats ? Direction::kForward : Direction::kInference;
+    return spec_of(call, direction, x.cols, call.input.scalar_type(), call.y_dtype(), dtype_of(call.bias),
+                   dtype_of(call.residual));
   }
 
   Access access(const Tensor& y) const {
@@ -101,34 +123,16 @@ struct ForwardInputs {
 
   void launch(const LoadedKernel& kernel, const ForwardCall& call, const Tensor& y, const Tensor& stats, const Tensor& h,
               const CodeArgs& codes, driver::Stream stream) const {
-    RowNormFwdArgs args{x.data(),
-                        data_or_null(vectors.weight.tensor),
-                        data_or_null(vectors.bias.tensor),
-                        y.data_ptr(),
-                        nullptr,
-                        nullptr,
-                        x.rows / groups.count,
-                        x.layout,
-                        call.eps,
-                        call.weight_offset};
-    args.groups = vectors.of(groups);
-    args.gate = data_or_null(vectors.gate.tensor);
+    const Stats s(stats, x.rows, call.rms);
+    const void *weight = data_or_null(vectors.weight.tensor), *bias = data_or_null(vectors.bias.tensor);
+    RowNormFwdArgs args{x.data(), weight, bias, y.data_ptr(), s.mean, s.rstd, x.rows / groups.count, x.layout, call.eps};
+    set_common(args, call, vectors, groups);
     args.codes = codes;
-    if (call.wants_stats) {
-      const Stats s(stats, x.rows, call.rms);
-      args.mean = s.mean;
-      args.rstd = s.rstd;
-    }
     if (other) {
       args.residual = other->data();
       args.residual_rows = other->layout;
     }
     if (h.defined()) args.h = h.data_ptr();
-    if (call.dropout) {
-      args.seed = call.seed()->const_data_ptr();
-      args.dropout_last = call.dropout.last();
-      args.dropout_scale = call.dropout.scale();
-    }
     launch_groups(kernel, kernel.grid(args.rows, groups.count), groups.count, stream, args);
   }
 };
@@ -178,20 +182,13 @@ struct BackwardInputs {
   RowNormSpec spec(const BackwardCall& call) const {
     const auto [wants_dx, wants_dweight, wants_dbias, wants_dresidual, wants_dgate] = call.wants;
     const Tensor& bias = vectors.bias.tensor;
-    RowNormSpec spec{.direction = Direction::kBackward,
-                     .rms = call.rms,
-                     .cols = static_cast<int>(x.cols),
-                     .x = cpu_dtype(call.x_dtype),
-                     .y = cpu_dtype(call.dy.scalar_type()),
-                     .weight = dtype_or_absent(dtype_of(call.weight)),
-                     .bias = bias.defined() ? cpu_dtype(bias.scalar_type()) : Dtype::kAbsent,
-                     .offset = call.weight_offset != 0.0,
-                     .grads = {wants_dx, wants_dweight, wants_dbias},
-                     .residual = call.has_residual ? cpu_dtype(call.input.scalar_type()) : Dtype::kAbsent,
-                     .dh = dh.defined(),
-                     .dresidual = wants_dresidual || wants_dgate,
-                     .dgate = wants_dgate};
-    describe(call, call, spec);
+    const auto bias_type = bias.defined() ? OptionalDtype(bias.scalar_type()) : std::nullopt;
+    const auto residual = call.has_residual ? OptionalDtype(call.input.scalar_type()) : std::nullopt;
+    auto spec = spec_of(call, Direction::kBackward, x.cols, call.x_dtype, call.dy.scalar_type(), bias_type, residual);
+    std::copy_n(call.wants.begin(), 3, spec.grads);
+    spec.dh = dh.defined();
+    spec.dresidual = wants_dresidual || wants_dgate;
+    spec.dgate = wants_dgate;
     // A pass over the sums would read and write as much as everything else.
     spec.one_row = spec.grouped && x.rows == groups.count && (wants_dweight || wants_dbias || wants_dgate);
     if (spec.one_row && wants_dbias) spec.bias = cpu_dtype(*call.bias_dtype);
@@ -213,31 +210,16 @@ struct BackwardInputs {
 
   RowNormBwdArgs args(const BackwardCall& call) const {
     const Stats s(stats, x.rows, call.rms);
-    RowNormBwdArgs args{dy.data(),
-                        x.data(),
-                        s.mean,
-                        s.rstd,
-                        data_or_null(vectors.weight.tensor),
-                        nullptr,
-                        nullptr,
-                        nullptr,
-                        x.rows / groups.count,
-                        0,
-                        x.layout,
-                        dy.layout,
-                        call.weight_offset,
-                        data_or_null(vectors.bias.tensor),
-                        data_or_null(dh)};
-    args.groups = vectors.of(groups);
-    args.gate = data_or_null(vectors.gate.tensor);
+    RowNormBwdArgs args{dy.data(), x.data(), s.mean, s.rstd, data_or_null(vectors.weight.tensor)};
+    args.rows = x.rows / groups.count;
+    args.x_rows = x.layout;
+    args.dy_rows = dy.layout;
+    args.bias = data_or_null(vectors.bias.tensor);
+    args.dh = data_or_null(dh);
+    set_common(args, call, vectors, groups);
     if (other) {
       args.pre_x = other->data();
       args.pre_x_rows = other->layout;
-    }
-    if (call.dropout) {
-      args.seed = call.seed()->const_data_ptr();
-      args.dropout_last = call.dropout.last();
-      args.dropout_scale = call.dropout.scale();
     }
     return args;
   }

@@ -42,14 +42,10 @@ struct SoftmaxVerbCall {
   double scale;
   bool causal;
 };
-inline SoftmaxVerbCall softmax_call(const Tensor& input, const OptionalTensor& mask, double scale, bool causal) {
-  return {input, mask, scale, causal};
-}
+inline constexpr auto softmax_call = &made<SoftmaxVerbCall, const Tensor&, const OptionalTensor&, double, bool>;
 template <class F> auto with_arguments(const SoftmaxVerbCall& c, F&& f) { return f(c.input, c.mask, c.scale, c.causal); }
 
-inline SoftmaxBwdCall softmax_bwd_call(const Tensor& dy, const Tensor& y, double scale, bool leaves_out) {
-  return {dy, y, scale, leaves_out};
-}
+inline constexpr auto softmax_bwd_call = &made<SoftmaxBwdCall, const Tensor&, const Tensor&, double, bool>;
 template <class F> auto with_arguments(const SoftmaxBwdCall& c, F&& f) { return f(c.dy, c.y, c.scale, c.leaves_out); }
 
 // Whether the kernels can serve a call; else the definition in backends/eager does, or says what is wrong.

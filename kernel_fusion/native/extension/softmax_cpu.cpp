@@ -1,7 +1,6 @@
 // Softmax on the CPU: threads share the rows.
 #include "backends.h"
 #include "cpu/kernels.h"
-#include "cpu/memory.h"
 #include "cpu/tasks.h"
 
 namespace kf {
@@ -49,15 +48,10 @@ void softmax_bwd_cpu(const SoftmaxBwdCall& call, Tensor& dx) {
   const bool goes_with_y = (call.dy.scalar_type() == at::kDouble) == (y.scalar_type() == at::kDouble);
   const Tensor dy = goes_with_y ? call.dy : call.dy.to(y.scalar_type());
   const int64_t cols = y.size(-1), rows = y.numel() / cols;
-  const cpu::SoftmaxBackward args{bytes(dy),
-                                  bytes(y),
-                                  static_cast<char*>(dx.data_ptr()),
-                                  cols,
-                                  call.scale,
-                                  cpu_dtype(dy.scalar_type()),
-                                  cpu_dtype(y.scalar_type()),
-                                  past_caches(dy.nbytes() + y.nbytes() + dx.nbytes(), free_threads()),
-                                  call.leaves_out};
+  const bool streams = past_caches(dy.nbytes() + y.nbytes() + dx.nbytes(), free_threads());
+  const Dtype dy_type = cpu_dtype(dy.scalar_type()), type = cpu_dtype(y.scalar_type());
+  const cpu::SoftmaxBackward args{bytes(dy), bytes(y),       static_cast<char*>(dx.data_ptr()), cols, call.scale, dy_type, type,
+                                  streams,   call.leaves_out};
   count(Counter::kCpuBackward);
   prefer_huge_pages(dx);
   share(rows, cols, [&](int64_t begin, int64_t end) { cpu::kernels().softmax_bwd(args, begin, end); });

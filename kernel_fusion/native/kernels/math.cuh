@@ -175,10 +175,6 @@ template <> struct ChainMathFor<float, float> {
 
 // ---- Activations by their code, the position in KF_ACTIVATIONS -------------------------------------------------------------
 
-#define KF_ONE_MORE(name) +1
-inline constexpr int kNumActivations = 0 KF_ACTIVATIONS(KF_ONE_MORE);
-#undef KF_ONE_MORE
-
 template <int kCode> struct Activation;
 namespace activation_codes {
 #define KF_CODE(name) k_##name,

@@ -312,11 +312,9 @@ using RotaryBackward = void(const Rotary&, int64_t begin, int64_t end, double* c
 
 // ---- Quantisation ----------------------------------------------------------------------------------------------------------
 
-enum class Codes : int { kInt8, kE4m3, kE5m2 };
-
 struct Quantization {
   Dtype type;  // of the argument
-  Codes codes;
+  CodeType code;
   int64_t rows, cols, block;  // columns that share a scale; 0: all
   const float* given;         // null: each row or block has its own
   uint8_t* values;            // contiguous

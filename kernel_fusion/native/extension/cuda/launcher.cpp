@@ -87,16 +87,8 @@ struct Configuration {
   driver::LaunchConfig config;
 
   Configuration(const LoadedKernel& kernel, int64_t grid_x, int64_t grid_y, driver::Stream stream)
-      : config{static_cast<unsigned>(grid_x),
-               static_cast<unsigned>(grid_y),
-               1,
-               static_cast<unsigned>(kernel.threads),
-               1,
-               1,
-               static_cast<unsigned>(kernel.shared_bytes),
-               stream,
-               attributes,
-               0} {
+      : config{unsigned(grid_x), unsigned(grid_y), 1, unsigned(kernel.threads), 1, 1, unsigned(kernel.shared_bytes),
+               stream,           attributes,       0} {
     if (kernel.cluster > 1) {
       auto& attribute = attributes[config.num_attributes++];
       attribute.id = driver::kAttributeClusterDimension;

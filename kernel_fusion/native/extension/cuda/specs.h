@@ -1,4 +1,4 @@
-// Specs, accesses and launches: core/spec.py, core/other_specs.py, backends/cuda/launch.py define them.
+// Specs, accesses and launches: core/spec.py, core/other_specs.py, backends/cuda/source.py define them.
 // Written by `python -m kernel_fusion.backends.cuda.headers`.
 #pragma once
 

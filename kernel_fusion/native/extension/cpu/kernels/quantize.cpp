@@ -44,12 +44,10 @@ template <int exponent_bits, int mantissa_bits, int largest> struct Float8 {
   }
 };
 
-template <class F> void with_codes(Codes codes, F&& f) {
-  switch (codes) {
-    case Codes::kInt8: return f(Int8{});
-    case Codes::kE4m3: return f(Float8<4, 3, 448>{});
-    case Codes::kE5m2: return f(Float8<5, 2, 57344>{});
-  }
+template <class F> void with_codes(CodeType code, F&& f) {
+  if (code == CodeType::kInt8) return f(Int8{});
+  if (code == CodeType::kFloat8E4m3fn) return f(Float8<4, 3, 448>{});
+  f(Float8<5, 2, 57344>{});
 }
 
 KF_STAGE uint32_t largest_magnitude(const float* x, int64_t n) {
@@ -99,7 +97,7 @@ void quantize_block(const Quantization& q, const char* v, int64_t begin, int64_t
 
 void quantize_rows(const Quantization& q, const void* v, const RowLayout& rows, int64_t begin, int64_t end, int64_t first) {
   const int64_t block = q.block ? q.block : q.cols;
-  with_codes(q.codes, [&](auto codes) {
+  with_codes(q.code, [&](auto codes) {
     for (int64_t row = begin; row < end; ++row) {
       const char* from = element(q.type, static_cast<const char*>(v), row_offset(rows, row - first));
       for (int64_t start = 0; start < q.cols; start += block)
