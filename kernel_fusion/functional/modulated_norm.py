@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_compiling
 
 from kernel_fusion.backends import eager
 from kernel_fusion.backends.availability import PLAIN_TENSORS
@@ -31,8 +31,7 @@ from kernel_fusion.operators.dispatch import operator
 _Modulation = tuple[Tensor, Tensor | None, Tensor | None]
 _Stages = tuple[str | None, str | None, float]  # pre_activation, activation, dropout_p
 
-_STAGED = schemas.overload("staged_row_norm")
-_staged = _STAGED._op  # as in row_norm.py
+_staged = schemas.overload("staged_row_norm")._op  # as in row_norm.py
 _EPS = (float, type(None))
 
 
@@ -254,7 +253,8 @@ def _modulated(
             raise TypeError(f"`{verb}`: `{name}` must be a tensor, got None; without one the verb is `{other}`")
     rows = {"input": input, "residual": residual, "scale": scale, "shift": shift, "gate": gate}
     try:
-        if backend is None and state.backend is None and _is_usual(input, residual, norm, modulation):
+        usual = backend is None and state.backend is None and not is_compiling()  # whose sizes may be symbols
+        if usual and _is_usual(input, residual, norm, modulation):
             return _usual(input, residual, norm[3], modulation, (pre, post, stages[2]), verb.endswith("rms_norm"))
         shape, eps = resolved(verb, input, norm)
         if not checks.parameters_fit(shape, weight, bias):
@@ -268,13 +268,13 @@ def _modulated(
         (factor, term, gate), grouped = _in_groups(verb, input, shape, [w, b, gate])
         seed = eager.draw_seed(input.device) if stages[2] > 0.0 else None
         given = Given(pre, post, stages[2], seed, grouped=grouped, residual_gate=gate)
-        call = input, residual, len(shape), factor, term, eps, offset, dtype, verb.endswith("rms_norm"), *given
+        kept = torch.promote_types(input.dtype, dtype) if after and dtype is not None else dtype
+        call = input, residual, len(shape), factor, term, eps, offset, kept, verb.endswith("rms_norm"), *given
         if quantize is None:
             y, h = operator(verb, "staged_row_norm", backend, input, residual, scale)(*call)
             if after:
-                rounded = y.dtype
-                y = y * (1 + scale)
-                y = (y if shift is None else y + shift).to(rounded)
+                modulated = y * (1 + scale)
+                y = (modulated if shift is None else modulated + shift).to(y.dtype if dtype is None else dtype)
         else:
             y, h = quantized.norm(verb, quantize, backend, call, None, input.shape)
         return NormOutput(y, h)
@@ -314,9 +314,8 @@ def _usual(
     seed = eager.draw_seed(input.device) if stages[2] > 0.0 else None
     one, (scale, shift, gate) = alone(input.shape, modulation)
     given = Given(*stages, seed, grouped=not one, residual_gate=gate)
-    serve = _STAGED if is_dynamo_compiling() else _staged
     eps = schemas.default_eps(input) if eps is None else eps
-    return NormOutput(*serve(input, residual, 1, scale, shift, eps, 1.0, None, rms, *given))
+    return NormOutput(*_staged(input, residual, 1, scale, shift, eps, 1.0, None, rms, *given))
 
 
 def alone(size: Sequence[int], modulation: _Modulation) -> tuple[bool, _Modulation]:
@@ -339,9 +338,9 @@ def _modulates_after(
 
     To multiply these into the scale of every token takes three times as many bytes.
     """
-    per_token = any(t is not None and t.shape == input.shape for t in modulation)
-    plain = activation is None and not isinstance(out_dtype, Quantize)
-    return per_token and plain and any(t is not None for t in affine)
+    if all(t is None for t in affine) or activation is not None or isinstance(out_dtype, Quantize):
+        return False
+    return any(t is not None and t.dim() == input.dim() and t.shape == input.shape for t in modulation)
 
 
 def _affine(input: Tensor, norm: Norm, scale: Tensor, shift: Tensor | None) -> tuple[Tensor, Tensor | None, float]:
