@@ -9,7 +9,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-H100, H200 = RESULTS / "nvidia-h100", RESULTS / "nvidia-h200"
+H200 = RESULTS / "nvidia-h200"
 
 Cell = dict[str, dict[str, Any]]  # what was measured, by provider
 
