@@ -7,7 +7,6 @@ bring both into a shape whose groups of rows the operator knows, and to multiply
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -234,17 +233,10 @@ def _modulated(
     backend: str | None,
 ) -> NormOutput:
     """A modulated norm with stages around it."""
-    normalized_shape, weight, bias, *rest = norm
+    _, weight, bias, *_ = norm
     pre, post = checks.activation(verb, "pre_activation", stages[0]), checks.activation(verb, "activation", stages[1])
     if not interop.is_tensor(input):
-        options: dict[str, Any] = {"shift": modulation[1], "weight": weight, "bias": bias, "backend": backend}
-        options |= dict(zip(("eps", "weight_offset", "out_dtype"), rest, strict=True))
-        options |= {"pre_activation": stages[0], "activation": stages[1]}
-        served = partial(interop.served, globals()[verb], input)
-        if verb.startswith("add_"):
-            options |= {"gate": modulation[2], "dropout_p": stages[2]}
-            return served(residual, normalized_shape, modulation[0], **options)  # type: ignore[no-any-return]
-        return NormOutput(served(normalized_shape, modulation[0], **options), input)
+        return _served(verb, input, residual, norm, modulation, stages, backend)
     scale, shift, gate = modulation
     dtype, quantize = quantized.apart(norm[5])
     for name, tensor in {"scale": scale, "residual": residual}.items():
@@ -281,6 +273,18 @@ def _modulated(
     except checks.REFUSALS as error:
         explain_norm(verb, error, rows, norm)
         raise
+
+
+def _served(
+    verb: str, input: Any, residual: Any, norm: Norm, modulation: _Modulation, stages: _Stages, backend: str | None
+) -> NormOutput:
+    """A call of the verb, whose input is no tensor."""
+    names = "weight", "bias", "eps", "weight_offset", "out_dtype", "pre_activation", "activation", "shift", "backend"
+    options = dict(zip(names, (*norm[1:], *stages[:2], modulation[1], backend), strict=True))
+    if not verb.startswith("add_"):
+        return NormOutput(interop.served(globals()[verb], input, norm[0], modulation[0], **options), input)
+    options |= {"gate": modulation[2], "dropout_p": stages[2]}
+    return interop.served(globals()[verb], input, residual, norm[0], modulation[0], **options)  # type: ignore[no-any-return]
 
 
 def _is_usual(input: Tensor, residual: Tensor | None, norm: Norm, modulation: _Modulation) -> bool:
