@@ -28,10 +28,10 @@ def page(outcomes: Iterable[Outcome], command: str) -> str:
         f"and {len(agreeing)} of these ({100 * len(agreeing) / max(1, len(made)):.1f} %) passed every check when "
         "patched.",
         "",
-        "Others are activations, softmaxes, rotary embeddings and what makes their angles. The page [Your model in one "
-        "line](models.md#how-it-was-checked) says what the checks are. Each model passed those above its table, except "
-        "where it says otherwise: `no` is a check that the unpatched model fails, or has no method for. Only a sample "
-        "was compiled.",
+        "Others are activations, softmaxes, modulations, rotary embeddings and what makes their angles. The page "
+        "[Your model in one line](models.md#how-it-was-checked) says what the checks are. Each model passed those "
+        "above its table, except where it says otherwise: `no` is a check that the unpatched model fails, or has no "
+        "method for. Only a sample was compiled.",
         "",
     ]
     if failed := [outcome for outcome in made if not outcome.agrees]:
