@@ -1,4 +1,4 @@
-"""What the tests of `kf.patch` share: results of a model before and after, and what the compiler sees of it."""
+"""Shared by the tests of `kf.patch`: results of a model before and after, and what the compiler sees of it."""
 
 from __future__ import annotations
 

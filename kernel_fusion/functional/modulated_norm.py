@@ -314,7 +314,7 @@ def _usual(
     stages: tuple[str, str, float],
     rms: bool,
 ) -> NormOutput:
-    """What :func:`_is_usual` found to need nothing but the operator."""
+    """Call the operator with tensors that :func:`_is_usual` found to need nothing else."""
     seed = eager.draw_seed(input.device) if stages[2] > 0.0 else None
     one, (scale, shift, gate) = alone(input.shape, modulation)
     given = Given(*stages, seed, grouped=not one, residual_gate=gate)

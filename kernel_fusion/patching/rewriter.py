@@ -14,7 +14,7 @@ _SIMPLE = (ast.Assign, ast.AnnAssign, ast.Return, ast.Expr)
 
 
 class Site(NamedTuple):
-    """What stands around a norm, by the texts of the norm and of a dropout of one term of the sum before it."""
+    """A norm and the operations around it: the texts of the norm, and of a dropout of a term of the sum before it."""
 
     norm: str
     adds: bool

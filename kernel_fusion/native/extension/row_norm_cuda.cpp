@@ -62,7 +62,7 @@ void launch_groups(const LoadedKernel& kernel, int64_t grid, int64_t groups, dri
   }
 }
 
-// What the specs of both directions have.
+// The spec, as far as both directions have the same.
 template <class Call>
 RowNormSpec spec_of(const Call& call, Direction direction, int64_t cols, at::ScalarType x, at::ScalarType y, OptionalDtype bias,
                     OptionalDtype residual) {

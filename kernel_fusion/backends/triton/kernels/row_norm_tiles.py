@@ -1,4 +1,4 @@
-"""What every pass of the norms does with a tile. row_norm_fwd.py and row_norm_bwd.py have the formulas."""
+"""The steps with a tile that all passes of the norms share. row_norm_fwd.py and row_norm_bwd.py have the formulas."""
 
 from __future__ import annotations
 
