@@ -30,15 +30,21 @@ from kernel_fusion.bench.summary import heading, markdown
 from kernel_fusion.bench.tables import Table
 from kernel_fusion.bench.timing import synchronize
 
-REST = "left to fuse"
 # The first pattern that is found in a name decides.
-KINDS = {
-    "ours": r"^kf_|sum_partials|kernel_fusion::",
-    "attention": r"flash|fmha|attention|sdpa",
-    "products": r"gemm|nvjet|cutlass|xmma|cublas|splitK|aten::(mm|addmm|bmm|linear|mkldnn)|convolution",
+DONE = {
+    "fused": r"^kf_|sum_partials|kernel_fusion::|^_\w+_kernel$|^_triton_rope",
+    "attention": r"flash|fmha|attention|sdpa|cudnn::fusion",
+    "matrix products": r"gemm|nvjet|cutlass|xmma|cublas|splitK|aten::(mm|addmm|bmm|linear|mkldnn)|convolution",
     "optimizer": r"multi_tensor|adam",
-    "copies": r"^Mem(cpy|set)|CatArray|aten::(copy_|cat)",
 }
+LEFT = {
+    "loss": r"SoftMax|nll_loss|log_softmax",
+    "embedding": r"embedding|vectorized_gather|compute_grad_weight|sum_and_scatter|radix_sort|RadixSort",
+    "additions": r"CUDAFunctor_add|aten::add",
+    "copies, conversions": r"^Mem(cpy|set)|CatArray|copy|aten::cat",
+    "other": r"",
+}
+KINDS = DONE | LEFT
 STEPS, WARM_UP, LONGEST = 3, 3, 12
 
 
@@ -54,8 +60,8 @@ class Kernel:
 
 
 def kind_of(name: str) -> str:
-    """A kernel's kind, by its name; `REST` for other elementwise work, reductions and norms."""
-    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), REST)
+    """A kernel's kind, by its name; "other" is elementwise work, reductions and norms."""
+    return next(kind for kind, pattern in KINDS.items() if re.search(pattern, name))
 
 
 def kernels(training: Training, trainee: Trainee) -> list[Kernel]:
@@ -71,8 +77,8 @@ def kernels(training: Training, trainee: Trainee) -> list[Kernel]:
     found = []
     for event in profiler.key_averages():
         us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        # On a GPU operators have the time of their kernels as well, which then counts twice.
-        if us and (not on_gpu or event.device_type == DeviceType.CUDA):
+        # On a GPU operators and ranges have the time of their kernels as well, which then counts twice.
+        if us and (not on_gpu or event.device_type == DeviceType.CUDA) and not event.is_user_annotation:
             found.append(Kernel(trainee.name, kind_of(event.key), event.key, event.count / STEPS, us / 1e3 / STEPS))
     return sorted(found, key=lambda kernel: -kernel.ms)
 
@@ -80,19 +86,17 @@ def kernels(training: Training, trainee: Trainee) -> list[Kernel]:
 def by_kind(found: Sequence[Kernel], model: str) -> Table:
     """Milliseconds of a step for each contender, by kind."""
     contenders = list(dict.fromkeys(kernel.contender for kernel in found))
-    spent = {
-        (c, k): sum(n.ms for n in found if (n.contender, n.kind) == (c, k)) for c in contenders for k in (*KINDS, REST)
-    }
-    rows = [(kind, *(f"{spent[c, kind]:.2f}" for c in contenders)) for kind in (*KINDS, REST)]
-    rows.append(("all", *(f"{sum(spent[c, k] for k in (*KINDS, REST)):.2f}" for c in contenders)))
+    spent = {(c, k): sum(n.ms for n in found if (n.contender, n.kind) == (c, k)) for c in contenders for k in KINDS}
+    rows = [(kind, *(f"{spent[c, kind]:.2f}" for c in contenders)) for kind in KINDS]
+    rows.append(("all", *(f"{sum(spent[c, k] for k in KINDS):.2f}" for c in contenders)))
     return Table(f"{model}, ms of a step", ("kind", *contenders), tuple(rows))
 
 
 def longest(found: Sequence[Kernel], contender: str) -> Table:
     """The longest kernels that are left to fuse."""
-    rest = [kernel for kernel in found if kernel.contender == contender and kernel.kind == REST][:LONGEST]
+    rest = [kernel for kernel in found if kernel.contender == contender and kernel.kind in LEFT][:LONGEST]
     rows = [(kernel.name[:90], f"{kernel.count:g}", f"{kernel.ms:.3f}") for kernel in rest]
-    return Table(f"{contender}: {REST}", ("kernel", "per step", "ms per step"), tuple(rows))
+    return Table(f"{contender}: left to fuse", ("kernel", "per step", "ms per step"), tuple(rows))
 
 
 def main() -> None:

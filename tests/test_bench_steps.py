@@ -151,8 +151,8 @@ def test_profile_counts_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     kinds = {
         contender: {k["kind"] for k in kernels if k["contender"] == contender} for contender in ("pytorch", "kf-graph")
     }
-    assert kinds["pytorch"] >= {"products", "attention", "optimizer", "left to fuse"}
-    assert "ours" in kinds["kf-graph"] - kinds["pytorch"]
+    assert kinds["pytorch"] >= {"matrix products", "attention", "optimizer", "other"}
+    assert "fused" in kinds["kf-graph"] - kinds["pytorch"]
 
 
 @pytest.mark.slow

@@ -19,8 +19,8 @@ from kernel_fusion.backends.cuda.user_table import Table, users_table
 from kernel_fusion.core.quantize import NO_CODES
 from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
 
-# With codes: bytes of a row in a thread with several warps' work; threads per multiprocessor, of these and others.
-_BYTES, _THREADS, _MOST_THREADS = 64, 1024, 768
+# With codes: bytes of a row in a thread with several warps' work; threads per multiprocessor that registers allow.
+_BYTES, _THREADS = 64, 768
 
 
 def plan_row_norm(spec: RowNormSpec, access: Access, device: Device) -> Plan:
@@ -56,7 +56,5 @@ def _with_codes(spec: RowNormSpec, plan: Plan) -> Plan:
     held = ceil_div(spec.cols, 32 * plan.warps) * ITEMSIZE[spec.row]
     shares = next(n for n in (4, 2, 1) if n == 1 or (plan.warps % n == 0 and n * held <= _BYTES))
     plan = replace(plan, shifted=False, shares=shares)
-    narrow = spec.weight is None or ITEMSIZE[spec.weight] == 2
-    most = _MOST_THREADS // plan.threads
-    blocks = min(plan.min_blocks, most) if shares == 1 else _THREADS // plan.threads if narrow else most
-    return replace(plan, min_blocks=max(1, blocks))
+    most = _THREADS // plan.threads
+    return replace(plan, min_blocks=max(1, most if shares > 1 else min(plan.min_blocks, most)))
