@@ -149,7 +149,7 @@ def rms_norm(
         pre_activation, activation: as for :func:`layer_norm`.
         weight_offset: added to w in the compute type (1.0 as in Gemma); needs `weight`.
         out_dtype: as for :func:`layer_norm`.
-        rounding: as for :func:`layer_norm`; "hf" is what Llama, Mistral, Qwen and T5 of Hugging Face do.
+        rounding: as for :func:`layer_norm`; "hf" is what Llama, Mistral and Qwen of Hugging Face do.
         group: as for :func:`layer_norm`.
         backend: "cuda", "triton", "cpu", "eager", or None for the automatic choice.
 
