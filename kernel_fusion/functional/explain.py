@@ -29,8 +29,8 @@ class Explanation:
     Attributes:
         backend: the one it takes.
         reasons: for every other backend, why not.
-        plan: how the kernels of "cuda" and "triton" run, one line each for forward and backward; empty elsewhere. Those
-            of "cuda" say what decided them: the rule, and rows of tables with the files that show them.
+        plan: how the kernels run, one line each for forward and backward: of norms by "cuda", of all verbs by "triton";
+            empty elsewhere. Those of "cuda" say what decided them: the rule, and rows of tables with their evidence.
     """
 
     backend: str
