@@ -1,4 +1,4 @@
-"""Fused norms, pointwise chains, reductions and softmax for PyTorch, on NVIDIA GPUs and CPUs, with PyTorch's numbers.
+"""Fused norms, rotary embeddings, pointwise chains, reductions and softmax for PyTorch, on GPUs and CPUs.
 
 Importing builds nothing and loads no compiler; the first call does.
 """

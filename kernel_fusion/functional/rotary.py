@@ -61,7 +61,7 @@ def rope(
     Example:
         >>> import torch, kernel_fusion as kf
         >>> angles = torch.arange(5)[:, None] * 10000 ** -(torch.arange(0, 8, 2) / 8)
-        >>> x = torch.randn(2, 3, 5, 8)  # two heads more than one, five tokens
+        >>> x = torch.randn(2, 3, 5, 8)  # two examples, three heads, five tokens
         >>> y = kf.rope(x, angles.cos(), angles.sin())
         >>> torch.allclose(y.norm(dim=-1), x.norm(dim=-1), atol=1e-5)
         True

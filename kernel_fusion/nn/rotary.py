@@ -21,7 +21,7 @@ class FusedQKNormRope(nn.Module):
 
     Args:
         head_dim: D, the columns of a head.
-        eps: as in `torch.nn.RMSNorm`.
+        eps: as in `torch.nn.RMSNorm`; 1e-6 where it is not given.
         interleaved, unsqueeze_dim, weight_offset, rounding: as in :func:`kernel_fusion.qk_norm_rope`.
         device, dtype: of the weights.
 
