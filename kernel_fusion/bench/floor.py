@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kernel_fusion.bench.providers import Contender
 from kernel_fusion.bench.workloads import Call, Direction, Inputs, Part, Traffic, Workload
 
 # Bytes per second that a read-only kernel reaches on large tensors, by a part of the device's name.
@@ -35,7 +36,7 @@ METHOD = (
 
 
 @dataclass(frozen=True)
-class Floor:
+class Floor(Contender):
     """A contender that only moves bytes."""
 
     name: str = "floor"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,27 +20,19 @@ _Result = TypeVar("_Result")
 _LAUNCH_COUNTERS = {"cpu": ("cpu_forward", "cpu_backward"), "cuda": ("cuda_launch",)}
 
 
-class Contender(Protocol):
-    """Anything that can be timed."""
+@dataclass(frozen=True)
+class Contender:
+    """Anything that is measured: its name in tables and files, and the version of its library."""
 
-    @property
-    def name(self) -> str:
-        """Its name in tables and files."""
-
-    @property
-    def version(self) -> str:
-        """The version of the library."""
-
-    def prepare(self, direction: Direction, workload: Workload, inputs: Inputs) -> Call:
-        """A call that does the work of `direction` on `inputs` and returns its results."""
+    name: str
+    version: str
 
 
 @dataclass(frozen=True)
-class Provider:
+class Provider(Contender):
     """An implementation of the verbs.
 
     Attributes:
-        name, version: see `Contender`.
         function: maps a workload to a differentiable function that does its call.
         backend: our backend, whose kernels must run; None for others.
         f32_weights: the verbs whose weight and bias must be float32.
@@ -52,8 +44,6 @@ class Provider:
         variant: the build of our CPU kernels to run; None for the best.
     """
 
-    name: str
-    version: str
     function: Callable[[Workload], Function]
     backend: str | None = None
     f32_weights: tuple[str, ...] = ()
@@ -65,7 +55,7 @@ class Provider:
     variant: str | None = None
 
     def prepare(self, direction: Direction, workload: Workload, inputs: Inputs) -> Call:
-        """See `Contender`. Forward alone is the inference path: no input requires a gradient."""
+        """A call that does the work of `direction`. Forward alone is inference: no input requires a gradient."""
         call = self._run(partial(self._prepare, direction, workload, inputs))
         return call if self.variant is None else partial(self._run, call)
 
