@@ -72,10 +72,9 @@ def _chain(name: str, verb: str, activation: str, arguments: Arguments = _PAIR, 
     def pytorch(dropout: Dropout, a: Tensor, b: Tensor | None = None) -> Tensor:
         return unfused.pointwise(verb, a, b, activation, dropout)
 
-    def fused(*operands: Tensor, p: float, backend: str | None) -> Tensor:
+    def fused(*operands: Tensor, p: float, backend: str | None, **options: Any) -> Any:
         probability = {"bias_act": {"dropout_p": p}, "act_dropout": {"p": p}}.get(verb, {})
-        y: Tensor = getattr(kf, verb)(*operands, activation, backend=backend, **probability)
-        return y
+        return getattr(kf, verb)(*operands, activation, backend=backend, **probability, **options)
 
     return Operation(name, verb, arguments, pytorch, fused, **facts)
 
@@ -113,9 +112,9 @@ def _norm(name: str, verb: str, **stages: Any) -> Operation:
         options = {"rms": norm == "rms_norm", "dropout": dropout, **stages}
         return unfused.staged_norm(t["x"], t.get("residual"), *affine, **options)[: len(rows)]
 
-    def fused(*tensors: Tensor, p: float, backend: str | None) -> Any:
+    def fused(*tensors: Tensor, p: float, backend: str | None, **options: Any) -> Any:
         given, weights = tensors[: len(rows)], tensors[len(rows) :]
-        options = {"eps": EPS, "backend": backend, **stages} | ({"dropout_p": p} if verb != norm else {})
+        options |= {"eps": EPS, "backend": backend, **stages} | ({"dropout_p": p} if verb != norm else {})
         return getattr(kf, verb)(*given, tensors[0].shape[-1:], *weights, **options)
 
     return Operation(name, verb, _with_rows(*parameters, tensors=rows), pytorch, fused, ("y", "h")[: len(rows)])
@@ -152,9 +151,8 @@ def _reductions() -> list[Operation]:
         def pytorch(_: Dropout, x: Tensor) -> Tensor:
             return unfused.reduce(verb, x, dims[which])
 
-        def fused(x: Tensor, p: float, backend: str | None) -> Tensor:
-            y: Tensor = getattr(kf, verb)(x, dims[which], backend=backend)
-            return y
+        def fused(x: Tensor, p: float, backend: str | None) -> Any:
+            return getattr(kf, verb)(x, dims[which], backend=backend)
 
         overflows = (verb, which) == ("sum_squared", "all")  # in fp16, from 65504 normal numbers on
         dtypes = (torch.float32, torch.bfloat16) if overflows else None
@@ -275,13 +273,13 @@ SCORES = [
     _scores("causal attention weights", weights=True),
 ]
 
-_BY_NAME = {operation.name: operation for operation in OPERATIONS}
+BY_NAME = {operation.name: operation for operation in (*OPERATIONS, *SCORES)}
 
 # maximum 2, mean 1, variance 2, subtraction 2, division 2, weight 2, bias 2; PyTorch: relu 2, layer_norm 2.
-RELU_LAYER_NORM = replace(_BY_NAME["relu+layer_norm"], passes={"pytorch": 4, "cupy": 13}, cupy=_cupy_relu_layer_norm)
+RELU_LAYER_NORM = replace(BY_NAME["relu+layer_norm"], passes={"pytorch": 4, "cupy": 13}, cupy=_cupy_relu_layer_norm)
 
 # Single workloads by name: the bare norms and all operations.
-CASES = tuple(dict.fromkeys((*NORMS, *(operation.name for operation in (*OPERATIONS, *SCORES)))))
+CASES = tuple(dict.fromkeys((*NORMS, *BY_NAME)))
 
 
 def case_workload(name: str, sizes: tuple[int, int], dtype: torch.dtype) -> Workload:
@@ -294,7 +292,7 @@ def case_workload(name: str, sizes: tuple[int, int], dtype: torch.dtype) -> Work
         raise ValueError(f"no case is called {name}; there are: {', '.join(map(repr, CASES))}")
     if name in NORMS:
         return Workload("x".join(map(str, sizes)), bare_norm(name, dtype), sizes, dtype, grouped=False)
-    what = next(operation for operation in (*OPERATIONS, *SCORES) if operation.name == name)
+    what = BY_NAME[name]
     if what.dtypes is not None and dtype not in what.dtypes:
         raise ValueError(f"{name} has no {dtype_name(dtype)}")
     shape = (SCORES_BATCH, *sizes) if what in SCORES else sizes

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kernel_fusion.bench import quantised, rotary
+from kernel_fusion.bench import quantised, stages
 from kernel_fusion.bench.machine import installed
 from kernel_fusion.bench.operations import case_of
 from kernel_fusion.bench.providers import Provider, ours
@@ -106,7 +106,7 @@ def _cupy() -> Provider:
     )
 
 
-_ROPE_OF_BOTH = tuple(operation.name for operation in rotary.ROPE_OF_BOTH)
+_ROPE_OF_BOTH = tuple(operation.name for operation in stages.ROPE_OF_BOTH)
 # No offset, fp32 throughout with one rounding as in PyTorch, and dy is not overwritten.
 _LIGER_RMS = 0.0, "gemma", False
 
@@ -145,7 +145,7 @@ def _fla() -> Provider:
     rope = importlib.import_module("fla.modules.rotary").rotary_embedding
     calls: dict[str, Function] = {
         "gated rms_norm": lambda x, gate, weight: gated(x, gate, weight, None, "swish", eps=EPS),
-        rotary.ROPE.name: lambda x, cos, sin: rope(x[None], cos, sin)[0],
+        stages.ROPE.name: lambda x, cos, sin: rope(x[None], cos, sin)[0],
     }
     return _library("fla", "fla-core", {}, calls)
 
@@ -199,7 +199,7 @@ def _quack() -> Provider:
     rotate = importlib.import_module("quack.rotary").apply_rotary_emb
     calls: dict[str, Function] = {
         "add+rms_norm": lambda x, residual, weight: module.rmsnorm(x, weight, residual=residual, eps=EPS, prenorm=True),
-        rotary.ROPE.name: lambda x, cos, sin: rotate(x[None], cos, sin)[0],
+        stages.ROPE.name: lambda x, cos, sin: rotate(x[None], cos, sin)[0],
     }
     return _library("quack", "quack-kernels", norms, calls, f32_weights=("layer_norm",))
 

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from kernel_fusion.bench import operations, quantised, rotary, stages
+from kernel_fusion.bench import operations, quantised, stages
 from kernel_fusion.bench.operations import NORMS
 from kernel_fusion.bench.step_models import Steps
 from kernel_fusion.bench.suite import Norms, Operations, Shape, Shapes, Suite, always, plain
-from kernel_fusion.bench.transformer_block import BLOCK, BLOCK_WITH_DROPOUT
 from kernel_fusion.bench.workloads import Direction
 
 # Bytes of a tensor of the suite `odd`: too large for any cache.
@@ -160,7 +159,7 @@ _MEMORY_SUITE = Suite(
         Norms(_fixed(*_MEMORY)),
         Operations(_OPERATIONS, _fixed((4096, 4096))),
         Operations(_SCORES, _fixed((*_BATCH, 1024, 1024)), batch=_BATCH),
-        Operations((BLOCK, BLOCK_WITH_DROPOUT), _blocks, grouped=False),
+        Operations((stages.BLOCK, stages.BLOCK_WITH_DROPOUT), _blocks, grouped=False),
     ),
     "memory",
     plots=("memory",),
@@ -193,7 +192,7 @@ _ROPE = Suite(
     "rope",
     "Rotary embedding",
     "the rotary embedding, alone and after the norm of each head",
-    tuple(Operations(of, _tokens(s)) for s, of in rotary.OPERATIONS.items()),
+    tuple(Operations(of, _tokens(s)) for s, of in stages.ROTARY.items()),
     directions=_PASSES,
     peers=("torch.compile", "liger", "quack", "fla", "flashinfer"),
     backends=ALL_BACKENDS,
