@@ -100,8 +100,6 @@ class SoftmaxCase(_MaskedCase):
         shape, dtype: of the input.
         dim, scale: as in the verb.
         layout: of the input, as in `lay_out`.
-        mean, std: of the input's values.
-        mask, mask_shape, mask_dtype, causal: see `_MaskedCase`.
     """
 
     dim: int = -1
@@ -166,7 +164,6 @@ class ScoresCase(_MaskedCase):
         key_shape: (..., S, D); None for the query's.
         scale, normalize: as in the verb.
         layout: of query and key, as in `lay_out`.
-        mask, mask_shape, mask_dtype, causal: see `_MaskedCase`.
     """
 
     key_shape: tuple[int, ...] | None = None

@@ -11,8 +11,7 @@ import torch
 from kernel_fusion.core.activations import ACTIVATIONS
 from kernel_fusion.testing.attention import ScoresCase, SoftmaxCase
 from kernel_fusion.testing.case import Case
-from kernel_fusion.testing.pointwise import PointwiseCase
-from kernel_fusion.testing.reductions import ReduceCase
+from kernel_fusion.testing.pointwise import PointwiseCase, ReduceCase
 from kernel_fusion.testing.rotary import RotaryCase
 from kernel_fusion.testing.row_norms import GatedNormCase, ModulatedNormCase, RowNormCase, StagedNormCase
 

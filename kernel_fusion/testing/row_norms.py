@@ -47,7 +47,6 @@ class RowNormCase(Case):
         weight, bias: their dtypes, or None.
         out_dtype, weight_offset: as in the verb.
         layout: of input and cotangents, as in `lay_out`.
-        mean, std: of the input's values.
     """
 
     num_dims: int = 1
@@ -87,13 +86,22 @@ class RowNormCase(Case):
         return Inputs(x, weight, bias, dy)
 
     def ours(self, inputs: Inputs, backend: str | None) -> Results:
-        """y by the verb."""
-        options: dict[str, Any] = {"weight_offset": self.weight_offset, "out_dtype": self.out_dtype, "backend": backend}
-        return {"y": self._verb(inputs, **options)}
+        """y and, with a residual, h, by the verb."""
+        with seeded(inputs.x.device):
+            results = self._verb(inputs, **self._options, backend=backend)
+        return {"y": results} if inputs.residual is None else {"y": results.output, "h": results.residual}
 
-    def _verb(self, inputs: Inputs, *residual: Tensor | None, **options: Any) -> Any:
-        verb = getattr(kf, self.verb)
-        return verb(inputs.x, *residual, self.normalized_shape, inputs.weight, bias=inputs.bias, **options)
+    @property
+    def _options(self) -> dict[str, Any]:
+        """The options of the verb."""
+        return self._fields("weight_offset", "out_dtype")
+
+    def _fields(self, *names: str) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in names}
+
+    def _verb(self, inputs: Inputs, **options: Any) -> Any:
+        rows = [t for t in (inputs.x, inputs.residual, inputs.gate) if t is not None]
+        return getattr(kf, self.verb)(*rows, self.normalized_shape, inputs.weight, bias=inputs.bias, **options)
 
     def definition(self, inputs: Inputs) -> Results:
         """y in the input's dtype."""
@@ -186,15 +194,10 @@ class StagedNormCase(RowNormCase):
             inputs.seed = dropout_seed(device)
         return inputs
 
-    def ours(self, inputs: Inputs, backend: str | None) -> Results:
-        """y and, with a residual, h."""
-        options: dict[str, Any] = {"weight_offset": self.weight_offset, "out_dtype": self.out_dtype, "backend": backend}
-        options |= {"pre_activation": self.pre_activation, "activation": self.activation, "rounding": self.rounding}
-        if self.residual is None:
-            return {"y": self._verb(inputs, **options)}
-        with seeded(inputs.x.device):
-            y, h = self._verb(inputs, inputs.residual, dropout_p=self.dropout_p, **options)
-        return {"y": y, "h": h}
+    @property
+    def _options(self) -> dict[str, Any]:
+        names = ["pre_activation", "activation", "rounding", *(["dropout_p"] if self.residual is not None else [])]
+        return super()._options | self._fields(*names)
 
     def definition(self, inputs: Inputs) -> Results:
         """y and h in float64 without intermediate rounding, so that every rounding of a kernel counts as error."""
@@ -205,10 +208,8 @@ class StagedNormCase(RowNormCase):
 
     def pytorch(self, inputs: Inputs) -> Results:
         """Activation, dropout, addition, norm and activation, each by PyTorch."""
-
-        stages: dict[str, Any] = {"pre_activation": self.pre_activation, "activation": self.activation}
-        stages |= {"dropout": partial(self._dropped, inputs), "rounding": self.rounding}
-        y, h = self._pytorch_norm(inputs, **stages)
+        stages = self._fields("pre_activation", "activation", "rounding")
+        y, h = self._pytorch_norm(inputs, dropout=partial(self._dropped, inputs), **stages)
         return {"y": y} if inputs.residual is None else {"y": y, "h": h}
 
     def long_double(self, inputs: Inputs) -> Reference:
@@ -250,17 +251,15 @@ class GatedNormCase(RowNormCase):
 
     @property
     def _gating(self) -> dict[str, Any]:
-        names = "gate_activation", "gate_first", "group_size", "weight_offset"
-        return {name: getattr(self, name) for name in names}
+        return self._fields("gate_activation", "gate_first", "group_size", "weight_offset")
 
-    def ours(self, inputs: Inputs, backend: str | None) -> Results:
-        """y by the verb."""
-        options: dict[str, Any] = {"out_dtype": self.out_dtype, "rounding": self.rounding, "backend": backend}
-        return {"y": self._verb(inputs, inputs.gate, **self._gating, **options)}
+    @property
+    def _options(self) -> dict[str, Any]:
+        return self._gating | self._fields("out_dtype", "rounding")
 
     def definition(self, inputs: Inputs) -> Results:
         """y in float64, without intermediate rounding."""
-        return {"y": self._verb(inputs, inputs.gate, eps=default_eps(self), backend="eager", **self._gating)}
+        return {"y": self._verb(inputs, eps=default_eps(self), backend="eager", **self._gating)}
 
     def pytorch(self, inputs: Inputs) -> Results:
         """Norm (grouped if asked for), activation and products, each by PyTorch."""
@@ -316,11 +315,12 @@ class ModulatedNormCase(StagedNormCase):
                 setattr(inputs, name, values.requires_grad_())
         return inputs
 
-    def _verb(self, inputs: Inputs, *residual: Tensor | None, **options: Any) -> Any:
-        options.pop("rounding", None)
+    def _verb(self, inputs: Inputs, **options: Any) -> Any:
+        options.pop("rounding")
         options |= {"gate": inputs.gate} if inputs.gate is not None else {}
+        rows = [t for t in (inputs.x, inputs.residual) if t is not None]
         modulation = inputs.scale, inputs.shift, inputs.weight, inputs.bias
-        return getattr(kf, self.verb)(inputs.x, *residual, self.normalized_shape, *modulation, **options)
+        return getattr(kf, self.verb)(*rows, self.normalized_shape, *modulation, **options)
 
     def definition(self, inputs: Inputs) -> Results:
         """y and h in float64; nothing on the way is rounded."""
@@ -329,9 +329,8 @@ class ModulatedNormCase(StagedNormCase):
     def pytorch(self, inputs: Inputs) -> Results:
         """The norm with its stages, among them the gate's product, and the modulation, each by PyTorch."""
         assert inputs.scale is not None
-        stages: dict[str, Any] = {"pre_activation": self.pre_activation, "weight_offset": self.weight_offset}
+        stages = {"dropout": partial(self._dropped, inputs)} | self._fields("pre_activation", "weight_offset")
         affine = self.normalized_shape, inputs.weight, inputs.bias, default_eps(self)
-        stages["dropout"] = partial(self._dropped, inputs)
         y, h = unfused.staged_norm(inputs.x, inputs.residual, *affine, rms=self.rms, **stages)
         y = unfused.modulated(y, inputs.scale, inputs.shift, self.activation).to(self.result_dtype)
         return {"y": y} if inputs.residual is None else {"y": y, "h": h}
