@@ -59,7 +59,6 @@ class Fields:
     """An object read from a file.
 
     Attributes:
-        values: its values by name.
         where: the prefix of a name in errors, such as "measurements[3].".
     """
 

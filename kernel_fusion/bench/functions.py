@@ -105,7 +105,7 @@ def compare(
     given = replace(arguments, cotangents=cotangents)
     per_call = sum(t.nbytes for t in given.tensors)
     count = timing.rotating_calls(per_call) if device.type == "cuda" else 1
-    sets = [_copy(given) for _ in range(count)]
+    sets = [given.copy() for _ in range(count)]
     differences = _differences(functions, name, sets[0])
     directions = DIRECTIONS if given.leaves else DIRECTIONS[:1]
     effort = QUICK if quick else FULL
@@ -114,10 +114,6 @@ def compare(
         calls = {each: partial(call_of, function, direction) for each, function in functions.items()}
         timings[direction] = timing.steadied(partial(timing.time_work, calls, sets, effort, device))
     return Times(name, timings, differences)
-
-
-def _copy(inputs: Inputs) -> Inputs:
-    return replace(inputs.map(lambda _, t: t.clone()), cotangents=tuple(t.clone() for t in inputs.cotangents))
 
 
 def _differences(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -221,8 +221,7 @@ def _cupy_relu_layer_norm(cupy: Any) -> Function:
     return call
 
 
-@lru_cache
-def bare_norm(verb: str, weight: torch.dtype, layout: str = "contiguous") -> Operation:
+def _bare_norm(verb: str) -> Operation:
     """A norm alone, called as users call it. The few bytes of weight and bias do not count."""
     rms = verb == "rms_norm"
     own: Function = F.rms_norm if rms else F.layer_norm
@@ -230,14 +229,14 @@ def bare_norm(verb: str, weight: torch.dtype, layout: str = "contiguous") -> Ope
 
     def arguments(shape: Shape, dtype: torch.dtype) -> list[Argument]:
         affine = {"weight": 1.0} if rms else {"weight": 1.0, "bias": 0.5}
-        x = Argument("x", shape, dtype, 0.5, 2.0, layout)
-        return [x, *(Argument(n, shape[-1:], weight, mean, shared=True, moved=False) for n, mean in affine.items())]
+        x = Argument("x", shape, dtype, 0.5, 2.0)
+        return [x, *(Argument(n, shape[-1:], dtype, mean, shared=True, moved=False) for n, mean in affine.items())]
 
     def pytorch(_: Dropout, x: Tensor, *affine: Tensor) -> Any:
-        if x.dtype == weight:
+        if x.dtype == affine[0].dtype:
             return own(x, x.shape[-1:], *affine)
         # PyTorch refuses mixed dtypes, so its users compute in the widest one and round.
-        wide = torch.promote_types(x.dtype, weight)
+        wide = torch.promote_types(x.dtype, affine[0].dtype)
         return own(x.to(wide), x.shape[-1:], *(t.to(wide) for t in affine)).to(x.dtype)
 
     def fused(x: Tensor, *affine: Tensor, p: float, backend: str | None) -> Any:
@@ -261,6 +260,8 @@ def case_of(workload: Workload) -> RowNormCase:
     return RowNormCase(workload.verb, workload.shape, workload.dtype, weight=weight, bias=bias, layout=x.layout)
 
 
+# By verb.
+BARE_NORMS = {verb: _bare_norm(verb) for verb in NORMS}
 # Two-dimensional.
 OPERATIONS = [
     *(*_pointwise(), *_norms(), *_reductions(), _softmax("softmax")),
@@ -291,7 +292,7 @@ def case_workload(name: str, sizes: tuple[int, int], dtype: torch.dtype) -> Work
     if name not in CASES:
         raise ValueError(f"no case is called {name}; there are: {', '.join(map(repr, CASES))}")
     if name in NORMS:
-        return Workload("x".join(map(str, sizes)), bare_norm(name, dtype), sizes, dtype, grouped=False)
+        return Workload("x".join(map(str, sizes)), BARE_NORMS[name], sizes, dtype, grouped=False)
     what = BY_NAME[name]
     if what.dtypes is not None and dtype not in what.dtypes:
         raise ValueError(f"{name} has no {dtype_name(dtype)}")

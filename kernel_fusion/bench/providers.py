@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -36,9 +36,7 @@ class Provider(Contender):
         function: maps a workload to a differentiable function that does its call.
         backend: our backend, whose kernels must run; None for others.
         f32_weights: the verbs whose weight and bias must be float32.
-        measures: whether it can do a workload.
         convert: turns a tensor into the function's argument, outside the timing; None for tensors.
-        differentiable: whether it has a backward pass.
         in_graphs: whether CUDA graphs can capture its calls.
         in_place: the operations in which it overwrites arguments or dy; it gets copies, made outside the timing.
         variant: the build of our CPU kernels to run; None for the best.
@@ -95,8 +93,7 @@ class Provider(Contender):
     def accepted(self, workload: Workload, inputs: Inputs) -> Inputs:
         """The inputs, with weight and bias in a dtype that the provider takes, or copies that it may overwrite."""
         if workload.what.name in self.in_place:
-            copies = inputs.map(lambda _, t: t.clone())
-            return replace(copies, cotangents=tuple(t.clone() for t in inputs.cotangents))
+            return inputs.copy()
         if workload.verb not in self.f32_weights:
             return inputs
         return inputs.map(lambda name, t: t.float() if name in ("weight", "bias") else t)

@@ -42,7 +42,6 @@ class Measurement:
 
     Attributes:
         configuration: the name of a shape, or the shape itself.
-        device, threads: as in `Place`.
         operation: the variant of a verb, if it has variants.
         bytes_moved: what must move, or what this contender is known to move.
         loss: of a model, before training.
@@ -146,9 +145,7 @@ class Results:
     """A run of one suite.
 
     Attributes:
-        suite, title: as in `Suite`.
         about: where, when and how, by the names of `ABOUT`; command and date.
-        interrupted: whether the run has not finished.
     """
 
     suite: str

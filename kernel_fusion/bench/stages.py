@@ -23,7 +23,6 @@ BATCH = 2  # samples, each with numbers of its own
 SIZES = ((2304, 3072), (8192, 4096), (37800, 5120))
 # Rows and columns of what is gated: heads of linear attention, and hidden states.
 GATED_SIZES = ((1_000_000, 128), (65536, 4096))
-QUICK_SIZES = ((256, 1024),)
 
 
 def _chunks(shape: tuple[int, ...], dtype: torch.dtype, *names: str) -> list[Argument]:

@@ -30,13 +30,11 @@ class Architecture:
     """A model to train.
 
     Attributes:
-        name: its name on the command line.
-        title: its name in tables.
+        name, title: on the command line, and in tables.
         batch, length: sequences of a step, and tokens of each.
         hidden: the row length of its norms.
         make: makes the model; True for a small one of the same kind, for CPUs.
         inputs: makes random keyword arguments of a step, given whether the model is the small one.
-        loss: computes the loss from the model's output.
         small_length: tokens of a sequence of the small one.
         liger: the name in `liger_kernel.transformers.apply_liger_kernel_to_*`, or None.
     """

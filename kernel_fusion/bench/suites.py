@@ -10,7 +10,7 @@ import torch
 from kernel_fusion.bench import operations, quantised, stages
 from kernel_fusion.bench.operations import NORMS
 from kernel_fusion.bench.step_models import Steps
-from kernel_fusion.bench.suite import Norms, Operations, Shape, Shapes, Suite, always, plain
+from kernel_fusion.bench.suite import Operations, Shape, Shapes, Suite, always, plain
 from kernel_fusion.bench.workloads import Direction
 
 # Bytes of a tensor of the suite `odd`: too large for any cache.
@@ -98,9 +98,14 @@ def _fixed(*sizes: tuple[int, ...]) -> Shapes:
     return always([plain(*s) for s in sizes])
 
 
+def _bare(shapes: Shapes) -> Operations:
+    """The bare norms."""
+    return Operations(tuple(operations.BARE_NORMS.values()), shapes, grouped=False)
+
+
 def _norms(name: str, title: str, about: str, shapes: Shapes, **options: Any) -> Suite:
     """A suite of bare norms."""
-    return Suite(name, title, about, (Norms(shapes),), quick_verbs=NORMS[:1], **options)
+    return Suite(name, title, about, (_bare(shapes),), quick_verbs=NORMS[:1], **options)
 
 
 def _tokens(*sizes: tuple[int, int], batch: tuple[int, ...] = ()) -> Shapes:
@@ -115,7 +120,7 @@ _CPU_SUITE = _norms(
     _fixed(*_CPU),
     dtypes={"cuda": _ALL_THREE, "cpu": _ALL_THREE},
     quick_dtypes=_FP32_ONLY,
-    quick_parts=(Norms(_fixed(*_CPU_QUICK)),),
+    quick_parts=(_bare(_fixed(*_CPU_QUICK)),),
     peers=("torch.compile", "portable"),
     quick_peers=("portable",),
     single_thread=True,
@@ -128,7 +133,7 @@ _SWEEP_SUITE = _norms(
     "bandwidth of norms over row lengths from 256 to 32768, by every backend of ours",
     _sweep(_SWEEP),
     dtypes=_FP32_AND_BF16,
-    quick_parts=(Norms(_sweep(_SWEEP_QUICK)),),
+    quick_parts=(_bare(_sweep(_SWEEP_QUICK)),),
     directions=_PASSES,
     peers=("torch.compile",),
     backends=ALL_BACKENDS,
@@ -156,7 +161,7 @@ _MEMORY_SUITE = Suite(
     "Memory in training",
     "bytes saved for backward and peak of a training step, of every verb and of a transformer block",
     (
-        Norms(_fixed(*_MEMORY)),
+        _bare(_fixed(*_MEMORY)),
         Operations(_OPERATIONS, _fixed((4096, 4096))),
         Operations(_SCORES, _fixed((*_BATCH, 1024, 1024)), batch=_BATCH),
         Operations((stages.BLOCK, stages.BLOCK_WITH_DROPOUT), _blocks, grouped=False),
@@ -165,6 +170,7 @@ _MEMORY_SUITE = Suite(
     plots=("memory",),
 )
 
+_SAMPLES = (stages.BATCH,)
 _STAGES = Suite(
     "stages",
     "Norms with a gate, and modulated",
@@ -173,18 +179,16 @@ _STAGES = Suite(
         Operations(of, _tokens(*sizes, batch=batch), batch=batch)
         for of, sizes, batch in (
             (stages.GATED, stages.GATED_SIZES, ()),
-            (stages.MODULATED, stages.SIZES, (stages.BATCH,)),
-            (stages.MODULATED_RMS, stages.SIZES[1:2], (stages.BATCH,)),
+            (stages.MODULATED, stages.SIZES, _SAMPLES),
+            (stages.MODULATED_RMS, stages.SIZES[1:2], _SAMPLES),
         )
     ),
     dtypes={"cuda": (_BF16,), "cpu": (_FP32, _BF16)},
     directions=_PASSES,
     peers=("torch.compile", "liger", "fla"),
     quick_parts=(
-        Operations(stages.GATED, _fixed(*stages.QUICK_SIZES)),
-        Operations(
-            (*stages.MODULATED, *stages.MODULATED_RMS), _fixed(*((stages.BATCH, *s) for s in stages.QUICK_SIZES))
-        ),
+        Operations(stages.GATED, _fixed((256, 1024))),
+        Operations((*stages.MODULATED, *stages.MODULATED_RMS), _fixed((*_SAMPLES, 256, 1024)), batch=_SAMPLES),
     ),
 )
 

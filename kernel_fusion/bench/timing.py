@@ -56,8 +56,7 @@ class Effort:
     Attributes:
         min_rounds, max_rounds: samples of each contender when single calls are timed.
         max_seconds: for all contenders together, after `min_rounds`.
-        replays: samples of each contender on a GPU.
-        host_rounds: samples of each contender's host time.
+        replays, host_rounds: samples of each contender on a GPU, and of its host time.
         max_checked: elements of a tensor to compare with float64.
     """
 

@@ -63,6 +63,10 @@ class Inputs:
         changed = {n: change(n, t.detach()).requires_grad_(t.requires_grad) for n, t in self.arguments.items()}
         return replace(self, arguments=changed)
 
+    def copy(self) -> Inputs:
+        """The same values in memory of their own."""
+        return replace(self.map(lambda _, t: t.clone()), cotangents=tuple(t.clone() for t in self.cotangents))
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -85,7 +89,6 @@ class Argument:
         layout: as in `RowNormCase`, or "first half" of a wider tensor whose "second half" is the next argument.
         values: "normal", "mask" (True in three of four and in the first column), "causal" (the lower triangle).
         shared: whether all rows read it; it is then the same in every set.
-        gradient: whether it gets a gradient.
         moved: whether its bytes count.
     """
 
@@ -111,13 +114,9 @@ class Operation:
     """A computation at any size.
 
     Attributes:
-        name: its name in tables.
-        verb: our verb for it.
         arguments: the arguments of both calls, for a shape and a dtype.
         pytorch: (dropout, *arguments) -> results, by PyTorch's calls.
         fused: (*arguments, p=..., backend=...) -> results, by our verb.
-        results: their names.
-        dropout_p: the probability of dropout.
         kept: finds the elements that dropout kept, from results, gradients and arguments; None if hidden.
         backward_reads: the arguments that backward reads (default: all); an unused name stands for a tensor of its size
             that forward keeps.
@@ -162,8 +161,9 @@ class Workload:
 
     Attributes:
         name: the configuration, such as a model or a shape.
-        what: the operation.
         grouped: whether its table lists operations of one configuration, not configurations of one verb.
+        weights: the dtype of parameters, if not that of the data.
+        layout: of the first argument, if its operation has no other.
     """
 
     name: str
@@ -171,6 +171,8 @@ class Workload:
     shape: tuple[int, ...]
     dtype: torch.dtype
     grouped: bool = True
+    weights: torch.dtype | None = None
+    layout: str = "contiguous"
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape))
@@ -184,7 +186,10 @@ class Workload:
     @property
     def arguments(self) -> dict[str, Argument]:
         """The calls' arguments, by name."""
-        return {a.name: a for a in self.what.arguments(self.shape, self.dtype)}
+        x, *others = self.what.arguments(self.shape, self.dtype)
+        x = x if self.layout == "contiguous" else replace(x, layout=self.layout)
+        others = [replace(a, dtype=self.weights) if self.weights and a.shared else a for a in others]
+        return {a.name: a for a in (x, *others)}
 
     @property
     def shared(self) -> frozenset[str]:
