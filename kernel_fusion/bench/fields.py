@@ -66,11 +66,7 @@ class Fields:
     where: str = ""
 
     def get(self, name: str, rule: Rule, default: Any = _REQUIRED) -> Any:
-        """The value called `name`, checked by `rule`.
-
-        Raises:
-            ValueError: the rule fails, or the value is missing and has no default.
-        """
+        """The value called `name`; ValueError if `rule` fails, or it is missing and has no default."""
         value = self.values.get(name)
         if value is None and default is not _REQUIRED:
             return default

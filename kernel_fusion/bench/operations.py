@@ -284,11 +284,7 @@ CASES = tuple(dict.fromkeys((*NORMS, *BY_NAME)))
 
 
 def case_workload(name: str, sizes: tuple[int, int], dtype: torch.dtype) -> Workload:
-    """The workload of `CASES` called `name`, with these numbers of rows and columns.
-
-    Raises:
-        ValueError: there is none, or not in this dtype.
-    """
+    """The workload of `CASES` called `name`, with these rows and columns; ValueError if there is none in this dtype."""
     if name not in CASES:
         raise ValueError(f"no case is called {name}; there are: {', '.join(map(repr, CASES))}")
     if name in NORMS:

@@ -123,12 +123,9 @@ def pytorch() -> Provider:
 
 
 def ours(backend: str, explicit: bool | None = None) -> Provider:
-    """Our verbs on `backend`.
+    """Our verbs on `backend`; `explicit` if calls name it, which costs host time that users' calls don't take.
 
-    Args:
-        backend: its name.
-        explicit: whether calls name the backend, which costs host time; users' calls don't. None means no on a CPU,
-            because the host's time is part of every measurement there.
+    By default they do not on a CPU, where the host's time is part of every measurement.
     """
     if explicit is None:
         explicit = backend != "cpu"

@@ -301,20 +301,16 @@ def _results(head: Fields) -> Results:
     facts = head.object("machine")
     facts.get("cpu", NAME)
     facts.get("gpu", NAME, None)
-    about = head.values | {part: head.facts(part) for part in ABOUT}
-    about |= {"command": head.get("command", TEXT), "date": head.get("date", NAME)}
-    found = Results(
+    about = {"command": head.get("command", TEXT), "date": head.get("date", NAME)}
+    return Results(
         head.get("suite", NAME),
         head.get("title", NAME),
         head.get("quick", FLAG),
-        about,
+        about | {part: head.facts(part) for part in ABOUT},
         [_measurement(record) for record in head.objects("measurements")],
         [Failure(**{f.name: each.get(f.name, TEXT) for f in fields(Failure)}) for each in head.objects("failures")],
         head.get("interrupted", FLAG),
     )
-    for name in ("suite", "title", "quick", "interrupted", "measurements", "failures"):
-        del about[name]
-    return found
 
 
 def file_name(name: str) -> str:

@@ -80,8 +80,7 @@ def hugging_face(
 ) -> Any:
     """A transformers model with random weights, by the names of its class and its configuration's class.
 
-    Args:
-        sizes: fields of the configuration; `small` overrides them if `is_small`.
+    `sizes` are fields of the configuration; `small` overrides them if `is_small`.
     """
     transformers: Any = importlib.import_module("transformers")
     transformers.AttentionInterface.register(_ATTENTION, _attention)
@@ -259,11 +258,7 @@ class Steps:
     verbs = tuple(ARCHITECTURES)
 
     def with_shapes(self, sizes: Sequence[tuple[int, int]]) -> Steps:
-        """See `Part`.
-
-        Raises:
-            ValueError: always, since a model has its shapes.
-        """
+        """See `Part`. Raises ValueError, since a model has its shapes."""
         raise ValueError("training steps have the shapes of their models")
 
     def workloads(self, device: str, dtype: torch.dtype, verb: str, weights: torch.dtype | None) -> list[Workload]:

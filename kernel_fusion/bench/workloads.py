@@ -297,11 +297,7 @@ class Workload:
         return self.what.kept(results, inputs.arguments)
 
     def references(self, inputs: Inputs, kept: Tensor | None) -> tuple[Reference, dict[str, Tensor]]:
-        """Results and gradients in float64, and PyTorch's in the given dtypes, with the mask `kept`.
-
-        Raises:
-            ValueError: the inputs are in float64 already.
-        """
+        """Results and gradients in float64, and PyTorch's in the given dtypes, with the mask `kept`."""
         if self.what.judged is not None:
             return self.what.judged(self, inputs)
         if self.dtype == torch.float64:
