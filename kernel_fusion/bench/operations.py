@@ -247,7 +247,8 @@ def _bare_norm(verb: str) -> Operation:
     def judged(workload: Workload, inputs: Inputs) -> tuple[oracle.Reference, dict[str, Tensor]]:
         x, *affine = inputs.arguments.values()
         part = replace(case_of(workload), shape=tuple(x.shape), layout="contiguous")
-        tensors = oracle.Inputs(x, *affine, *[None] * (2 - len(affine)), *inputs.cotangents)
+        weight, bias = [*affine, None][:2]
+        tensors = oracle.tensors(x, weight, bias, *inputs.cotangents)
         return oracle.reference(part, tensors), oracle.pytorch(part, tensors)
 
     return Operation(verb, verb, arguments, pytorch, fused, backward_writes=("x",), judged=judged, bare=True)

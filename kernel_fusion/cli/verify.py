@@ -131,8 +131,6 @@ def _compare(case: Case, device: torch.device, backend: str) -> list[Comparison]
 def _compare_step(case: RowNormCase, device: torch.device, backend: str) -> list[Comparison]:
     """A norm, a mean squared error and the gradients of this loss: ours, PyTorch's and float64."""
     inputs = oracle.make_inputs(case, device)
-    assert inputs.weight is not None
-    assert inputs.bias is not None
     tensors = [inputs.x, inputs.weight, inputs.bias, inputs.dy]
     wide = [t.detach().cpu().double().requires_grad_(t.requires_grad) for t in tensors]
     with kernels_must_run(backend):

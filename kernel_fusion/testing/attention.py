@@ -83,15 +83,6 @@ def _weights_by_hand(scores: Array, dy: Array, axis: int = -1) -> tuple[Array, A
     return y, (dy - (dy * y).sum(axis, keepdims=True)) * y
 
 
-@dataclass
-class Logits(Tensors):
-    """Input, mask and cotangent of a softmax."""
-
-    x: Tensor
-    mask: Tensor | None
-    dy: Tensor
-
-
 @dataclass(frozen=True)
 class SoftmaxCase(_MaskedCase):
     """One call of `softmax`.
@@ -108,26 +99,26 @@ class SoftmaxCase(_MaskedCase):
     mean: float = 0.0
     std: float = 2.0
 
-    def make_inputs(self, device: torch.device | str, seed: int = 0) -> Logits:
+    def make_inputs(self, device: torch.device | str, seed: int = 0) -> Tensors:
         """Draw x, mask and dy."""
         draw = Draw(device, seed)
         x = draw.normal(self.shape, self.dtype, self.mean, self.std, self.layout).requires_grad_()
         mask = self._make_mask(draw)
-        return Logits(x, mask, draw.normal(self.shape, self.dtype, layout=self.layout))
+        return Tensors(x=x, mask=mask, dy=draw.normal(self.shape, self.dtype, layout=self.layout))
 
-    def ours(self, inputs: Logits, backend: str | None) -> Results:
+    def ours(self, inputs: Tensors, backend: str | None) -> Results:
         """y by the verb."""
         options: dict[str, Any] = {"scale": self.scale, "mask": inputs.mask, "causal": self.causal, "backend": backend}
         return {"y": kf.softmax(inputs.x, self.dim, **options)}
 
-    def definition(self, inputs: Logits) -> Results:
+    def definition(self, inputs: Tensors) -> Results:
         """y by the operator's definition."""
         if not self.shape:
             return {"y": eager.softmax(inputs.x[None], inputs.mask, self.scale, self.causal)[0]}
         mask = None if inputs.mask is None else inputs.mask.expand(self.shape).movedim(self.dim, -1)
         return {"y": eager.softmax(inputs.x.movedim(self.dim, -1), mask, self.scale, self.causal).movedim(-1, self.dim)}
 
-    def pytorch(self, inputs: Logits) -> Results:
+    def pytorch(self, inputs: Tensors) -> Results:
         """Multiplication, mask and softmax."""
         scaled = inputs.x if self.scale == 1.0 else inputs.x * self.scale
         scores = unfused.masked(scaled, inputs.mask, self.causal)
@@ -135,7 +126,7 @@ class SoftmaxCase(_MaskedCase):
         y = _weights(scores, self.dim) if masked else torch.softmax(scores, self.dim)
         return {"y": y.to(self.dtype)}
 
-    def long_double(self, inputs: Logits) -> Reference:
+    def long_double(self, inputs: Tensors) -> Reference:
         """The formulas of forward and backward."""
         scores = self._masked_by_hand(self.scale * wide(inputs.x), inputs.mask)
         if not self.shape:
@@ -143,16 +134,6 @@ class SoftmaxCase(_MaskedCase):
         y, dscores = _weights_by_hand(scores, wide(inputs.dy), self.dim)
         results = {"y": y, "dx": self.scale * dscores}
         return results | self._mask_gradient(dscores, inputs.mask)
-
-
-@dataclass
-class QueryKey(Tensors):
-    """Query, key, mask and the scores' cotangent."""
-
-    query: Tensor
-    key: Tensor
-    mask: Tensor | None
-    dy: Tensor
 
 
 @dataclass(frozen=True)
@@ -187,7 +168,7 @@ class ScoresCase(_MaskedCase):
         """The factor of the product."""
         return self.shape[-1] ** -0.5 if self.scale is None else self.scale
 
-    def make_inputs(self, device: torch.device | str, seed: int = 0) -> QueryKey:
+    def make_inputs(self, device: torch.device | str, seed: int = 0) -> Tensors:
         """Draw query, key, mask and dy."""
         draw = Draw(device, seed)
         query, key = (
@@ -195,14 +176,14 @@ class ScoresCase(_MaskedCase):
             for shape in (self.shape, self.key_shape or self.shape)
         )
         mask = self._make_mask(draw)
-        return QueryKey(query, key, mask, draw.normal(self.scores_shape, self.dtype))
+        return Tensors(query=query, key=key, mask=mask, dy=draw.normal(self.scores_shape, self.dtype))
 
-    def ours(self, inputs: QueryKey, backend: str | None) -> Results:
+    def ours(self, inputs: Tensors, backend: str | None) -> Results:
         """The scores or their softmax by the verb."""
         options: dict[str, Any] = {"causal": self.causal, "normalize": self.normalize, "backend": backend}
         return {"y": kf.attention_scores(inputs.query, inputs.key, self.scale, mask=inputs.mask, **options)}
 
-    def definition(self, inputs: QueryKey) -> Results:
+    def definition(self, inputs: Tensors) -> Results:
         """Product, scale, PyTorch's masking, and the definition of softmax."""
         scores = inputs.query @ inputs.key.mT * self.factor
         if not self.normalize:
@@ -210,13 +191,13 @@ class ScoresCase(_MaskedCase):
         mask = None if inputs.mask is None else inputs.mask.expand(scores.shape)
         return {"y": eager.softmax(scores, mask, 1.0, self.causal)}
 
-    def pytorch(self, inputs: QueryKey) -> Results:
+    def pytorch(self, inputs: Tensors) -> Results:
         """Product, multiplication, mask and, if wanted, softmax."""
         scores = unfused.attention_scores(inputs.query, inputs.key, self.scale)
         scores = unfused.masked(scores, inputs.mask, self.causal)
         return {"y": (_weights(scores) if self.normalize else scores).to(self.dtype)}
 
-    def long_double(self, inputs: QueryKey) -> Reference:
+    def long_double(self, inputs: Tensors) -> Reference:
         """The formulas of forward and backward."""
         query, key, dscores = wide(inputs.query), wide(inputs.key), wide(inputs.dy)
         y = self._masked_by_hand(self.factor * (query @ np.swapaxes(key, -1, -2)), inputs.mask)

@@ -20,20 +20,10 @@ from kernel_fusion.testing.case import Case, Draw, Results, Tensors, dropout_fac
 from kernel_fusion.testing.long_double import Activation, sum_to
 
 
-@dataclass
-class Inputs(Tensors):
-    """The tensors of a norm, and the cotangents of y and h."""
-
-    x: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
-    dy: Tensor
-    residual: Tensor | None = None
-    dh: Tensor | None = None
-    seed: Tensor | None = None
-    gate: Tensor | None = None
-    scale: Tensor | None = None
-    shift: Tensor | None = None
+def tensors(x: Tensor, weight: Tensor | None, bias: Tensor | None, dy: Tensor) -> Tensors:
+    """The tensors of a norm without stages."""
+    absent = dict.fromkeys(("residual", "dh", "seed", "gate", "scale", "shift"))
+    return Tensors(x=x, weight=weight, bias=bias, dy=dy, **absent)
 
 
 @dataclass(frozen=True)
@@ -73,7 +63,7 @@ class RowNormCase(Case):
         """Whether this is RMSNorm."""
         return self.verb.endswith("rms_norm")
 
-    def make_inputs(self, device: torch.device | str, seed: int = 0) -> Inputs:
+    def make_inputs(self, device: torch.device | str, seed: int = 0) -> Tensors:
         """Draw x, weight, bias and dy."""
         draw = Draw(device, seed)
 
@@ -83,9 +73,9 @@ class RowNormCase(Case):
         x = draw.normal(self.shape, self.dtype, self.mean, self.std, self.layout).requires_grad_()
         dy = draw.normal(self.shape, self.result_dtype, layout=self.layout)
         weight, bias = parameter(self.weight, 1.0 - self.weight_offset), parameter(self.bias, 0.5)
-        return Inputs(x, weight, bias, dy)
+        return tensors(x, weight, bias, dy)
 
-    def ours(self, inputs: Inputs, backend: str | None) -> Results:
+    def ours(self, inputs: Tensors, backend: str | None) -> Results:
         """y and, with a residual, h, by the verb."""
         with seeded(inputs.x.device):
             results = self._verb(inputs, **self._options, backend=backend)
@@ -99,29 +89,29 @@ class RowNormCase(Case):
     def _fields(self, *names: str) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}
 
-    def _verb(self, inputs: Inputs, **options: Any) -> Any:
+    def _verb(self, inputs: Tensors, **options: Any) -> Any:
         rows = [t for t in (inputs.x, inputs.residual, inputs.gate) if t is not None]
         return getattr(kf, self.verb)(*rows, self.normalized_shape, inputs.weight, bias=inputs.bias, **options)
 
-    def definition(self, inputs: Inputs) -> Results:
+    def definition(self, inputs: Tensors) -> Results:
         """y in the input's dtype."""
         affine = inputs.weight, inputs.bias, default_eps(self), self.weight_offset, None
         return {"y": eager.row_norm(inputs.x, self.num_dims, *affine, self.rms)}
 
-    def pytorch(self, inputs: Inputs) -> Results:
+    def pytorch(self, inputs: Tensors) -> Results:
         """`F.layer_norm`, or `F.rms_norm` and an addition."""
         return {"y": self._pytorch_norm(inputs)[0]}
 
-    def _pytorch_norm(self, inputs: Inputs, **stages: Any) -> tuple[Tensor, Tensor]:
+    def _pytorch_norm(self, inputs: Tensors, **stages: Any) -> tuple[Tensor, Tensor]:
         affine = self.normalized_shape, inputs.weight, inputs.bias, default_eps(self)
         stages |= {"rms": self.rms, "weight_offset": self.weight_offset, "out_dtype": self.result_dtype}
         return unfused.staged_norm(inputs.x, inputs.residual, *affine, **stages)
 
-    def long_double(self, inputs: Inputs) -> Reference:
+    def long_double(self, inputs: Tensors) -> Reference:
         """The formulas of forward and backward."""
         return self._by_hand(inputs, long_double.ACTIVATIONS[IDENTITY], long_double.ACTIVATIONS[IDENTITY], np.ones(()))
 
-    def _by_hand(self, inputs: Inputs, pre: Activation, post: Activation, keep: Array) -> Reference:
+    def _by_hand(self, inputs: Tensors, pre: Activation, post: Activation, keep: Array) -> Reference:
         """Forward and backward with stages; `keep` has dropout's factors."""
         x = wide(inputs.x)
         h = keep * pre.value(x)
@@ -139,18 +129,18 @@ class RowNormCase(Case):
         """The mean of each normalised group, shaped to broadcast to the values."""
         return np.asarray(values.mean(tuple(range(-self.num_dims, 0)), keepdims=True))
 
-    def _affine(self, inputs: Inputs) -> tuple[Array, Array]:
+    def _affine(self, inputs: Tensors) -> tuple[Array, Array]:
         """Weight and bias, offset included."""
         none = np.zeros(self.normalized_shape, np.longdouble)
         weight = none + 1 if inputs.weight is None else wide(inputs.weight) + self.weight_offset
         return weight, none if inputs.bias is None else wide(inputs.bias)
 
-    def _affine_gradients(self, inputs: Inputs, dweight: Array, dbias: Array) -> Reference:
+    def _affine_gradients(self, inputs: Tensors, dweight: Array, dbias: Array) -> Reference:
         """The gradients of the parameters, from those of weight and bias as if every row had its own."""
         shape = self.normalized_shape
         return {"dweight": sum_to(dweight, shape), "dbias": sum_to(dbias, shape)}
 
-    def _norm_by_hand(self, h: Array, dy: Array, inputs: Inputs, post: Activation) -> tuple[Array, Array, Reference]:
+    def _norm_by_hand(self, h: Array, dy: Array, inputs: Tensors, post: Activation) -> tuple[Array, Array, Reference]:
         """activation(norm(h)), and the gradients of h and of the parameters."""
         if h.size == 0:
             return h, h, self._affine_gradients(inputs, h, h)
@@ -183,7 +173,7 @@ class StagedNormCase(RowNormCase):
     dropout_p: float = 0.0
     rounding: str = "once"
 
-    def make_inputs(self, device: torch.device | str, seed: int = 0) -> Inputs:
+    def make_inputs(self, device: torch.device | str, seed: int = 0) -> Tensors:
         """Draw x, weight, bias and dy; residual, dh and the dropout seed if the case has them."""
         inputs = super().make_inputs(device, seed)
         draw = Draw(device, seed + 1)
@@ -199,29 +189,29 @@ class StagedNormCase(RowNormCase):
         names = ["pre_activation", "activation", "rounding", *(["dropout_p"] if self.residual is not None else [])]
         return super()._options | self._fields(*names)
 
-    def definition(self, inputs: Inputs) -> Results:
+    def definition(self, inputs: Tensors) -> Results:
         """y and h in float64 without intermediate rounding, so that every rounding of a kernel counts as error."""
         affine = inputs.weight, inputs.bias, default_eps(self), self.weight_offset, None
         stages = self.pre_activation or IDENTITY, self.activation or IDENTITY, self.dropout_p, inputs.seed
         y, h = eager.staged_row_norm(inputs.x, inputs.residual, self.num_dims, *affine, self.rms, *stages)
         return {"y": y} if inputs.residual is None else {"y": y, "h": h}
 
-    def pytorch(self, inputs: Inputs) -> Results:
+    def pytorch(self, inputs: Tensors) -> Results:
         """Activation, dropout, addition, norm and activation, each by PyTorch."""
         stages = self._fields("pre_activation", "activation", "rounding")
         y, h = self._pytorch_norm(inputs, dropout=partial(self._dropped, inputs), **stages)
         return {"y": y} if inputs.residual is None else {"y": y, "h": h}
 
-    def long_double(self, inputs: Inputs) -> Reference:
+    def long_double(self, inputs: Tensors) -> Reference:
         """The formulas of forward and backward with stages."""
         pre, post = (long_double.ACTIVATIONS[name or IDENTITY] for name in (self.pre_activation, self.activation))
         return self._by_hand(inputs, pre, post, self._kept(inputs))
 
-    def _dropped(self, inputs: Inputs, u: Tensor) -> Tensor:
+    def _dropped(self, inputs: Tensors, u: Tensor) -> Tensor:
         """u after dropout, by PyTorch."""
         return u * dropout_factors(u.detach().contiguous(), self.dropout_p, inputs.seed) if self.dropout_p else u
 
-    def _kept(self, inputs: Inputs) -> Array:
+    def _kept(self, inputs: Tensors) -> Array:
         """Dropout's factors."""
         return wide(dropout_factors(inputs.x.detach().contiguous(), self.dropout_p, inputs.seed))
 
@@ -243,7 +233,7 @@ class GatedNormCase(RowNormCase):
     group_size: int | None = None
     rounding: str = "once"
 
-    def make_inputs(self, device: torch.device | str, seed: int = 0) -> Inputs:
+    def make_inputs(self, device: torch.device | str, seed: int = 0) -> Tensors:
         """Draw x, weight, bias, dy and gate."""
         inputs = super().make_inputs(device, seed)
         inputs.gate = Draw(device, seed + 1).normal(self.shape, self.gate, layout=self.gate_layout).requires_grad_()
@@ -257,20 +247,18 @@ class GatedNormCase(RowNormCase):
     def _options(self) -> dict[str, Any]:
         return self._gating | self._fields("out_dtype", "rounding")
 
-    def definition(self, inputs: Inputs) -> Results:
+    def definition(self, inputs: Tensors) -> Results:
         """y in float64, without intermediate rounding."""
         return {"y": self._verb(inputs, eps=default_eps(self), backend="eager", **self._gating)}
 
-    def pytorch(self, inputs: Inputs) -> Results:
+    def pytorch(self, inputs: Tensors) -> Results:
         """Norm (grouped if asked for), activation and products, each by PyTorch."""
-        assert inputs.gate is not None
         affine = self.normalized_shape, inputs.weight, inputs.bias, default_eps(self)
         options = self._gating | {"rms": self.rms, "out_dtype": self.result_dtype, "rounding": self.rounding}
         return {"y": unfused.gated_norm(inputs.x, inputs.gate, *affine, **options)}
 
-    def long_double(self, inputs: Inputs) -> Reference:
+    def long_double(self, inputs: Tensors) -> Reference:
         """The formulas of forward and backward."""
-        assert inputs.gate is not None
         x, gate, dy = wide(inputs.x), wide(inputs.gate), wide(inputs.dy)
         act, none = (long_double.ACTIVATIONS[name or IDENTITY] for name in (self.gate_activation, IDENTITY))
         factor = act.value(gate)
@@ -304,7 +292,7 @@ class ModulatedNormCase(StagedNormCase):
     varies: tuple[int, ...] = ()
     shift_varies: tuple[int, ...] | None = None
 
-    def make_inputs(self, device: torch.device | str, seed: int = 0) -> Inputs:
+    def make_inputs(self, device: torch.device | str, seed: int = 0) -> Tensors:
         """A norm with stages, scale, shift and gate."""
         inputs, draw = super().make_inputs(device, seed), Draw(device, seed + 2)
         shift_varies = self.varies if self.shift_varies is None else self.shift_varies
@@ -315,27 +303,26 @@ class ModulatedNormCase(StagedNormCase):
                 setattr(inputs, name, values.requires_grad_())
         return inputs
 
-    def _verb(self, inputs: Inputs, **options: Any) -> Any:
+    def _verb(self, inputs: Tensors, **options: Any) -> Any:
         options.pop("rounding")
         options |= {"gate": inputs.gate} if inputs.gate is not None else {}
         rows = [t for t in (inputs.x, inputs.residual) if t is not None]
         modulation = inputs.scale, inputs.shift, inputs.weight, inputs.bias
         return getattr(kf, self.verb)(*rows, self.normalized_shape, *modulation, **options)
 
-    def definition(self, inputs: Inputs) -> Results:
+    def definition(self, inputs: Tensors) -> Results:
         """y and h in float64; nothing on the way is rounded."""
         return replace(self, out_dtype=None).ours(inputs, "eager")
 
-    def pytorch(self, inputs: Inputs) -> Results:
+    def pytorch(self, inputs: Tensors) -> Results:
         """The norm with its stages, among them the gate's product, and the modulation, each by PyTorch."""
-        assert inputs.scale is not None
         stages = {"dropout": partial(self._dropped, inputs)} | self._fields("pre_activation", "weight_offset")
         affine = self.normalized_shape, inputs.weight, inputs.bias, default_eps(self)
         y, h = unfused.staged_norm(inputs.x, inputs.residual, *affine, rms=self.rms, **stages)
         y = unfused.modulated(y, inputs.scale, inputs.shift, self.activation).to(self.result_dtype)
         return {"y": y} if inputs.residual is None else {"y": y, "h": h}
 
-    def long_double(self, inputs: Inputs) -> Reference:
+    def long_double(self, inputs: Tensors) -> Reference:
         """The formulas of forward and backward; a gate multiplies as what dropout keeps does."""
         if inputs.gate is None:
             return super().long_double(inputs)
@@ -346,18 +333,16 @@ class ModulatedNormCase(StagedNormCase):
         results["dgate"] = sum_to(products, tuple(inputs.gate.shape))
         return results
 
-    def _dropped(self, inputs: Inputs, u: Tensor) -> Tensor:
+    def _dropped(self, inputs: Tensors, u: Tensor) -> Tensor:
         u = super()._dropped(inputs, u)
         return u if inputs.gate is None else inputs.gate * u
 
-    def _affine(self, inputs: Inputs) -> tuple[Array, Array]:
+    def _affine(self, inputs: Tensors) -> tuple[Array, Array]:
         weight, bias = super()._affine(inputs)
-        assert inputs.scale is not None
         factor = 1 + wide(inputs.scale)
         return weight * factor, bias * factor + (0 if inputs.shift is None else wide(inputs.shift))
 
-    def _affine_gradients(self, inputs: Inputs, dweight: Array, dbias: Array) -> Reference:
-        assert inputs.scale is not None
+    def _affine_gradients(self, inputs: Tensors, dweight: Array, dbias: Array) -> Reference:
         weight, bias = super()._affine(inputs)
         factor = 1 + wide(inputs.scale)
         results = super()._affine_gradients(inputs, dweight * factor, dbias * factor)
@@ -367,7 +352,7 @@ class ModulatedNormCase(StagedNormCase):
         return results
 
 
-def _present(results: Reference, inputs: Inputs) -> Reference:
+def _present(results: Reference, inputs: Tensors) -> Reference:
     """Drop the gradients of absent parameters."""
     absent = {f"d{name}" for name in ("weight", "bias") if getattr(inputs, name) is None}
     return {name: value for name, value in results.items() if name not in absent}
