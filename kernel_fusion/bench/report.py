@@ -31,7 +31,6 @@ def write(runs: Iterable[Results], path: Path) -> None:
 
 
 def _run(anchor: str, results: Results) -> dict[str, Any]:
-    """A run as the template shows it."""
     pictures = list(_pictures(results))
     return {
         "anchor": anchor,

@@ -68,7 +68,7 @@ class Operations:
 
     def with_shapes(self, sizes: Sequence[tuple[int, int]]) -> Operations:
         """See `Part`."""
-        return replace(self, shapes=always([plain(*self.batch, *s) for s in sizes]))
+        return replace(self, shapes=fixed(*((*self.batch, *s) for s in sizes)))
 
     def workloads(self, device: str, dtype: torch.dtype, verb: str, weights: torch.dtype | None) -> list[Workload]:
         """See `Part`."""
@@ -148,6 +148,6 @@ def plain(*sizes: int) -> Shape:
     return Shape("x".join(map(str, sizes)), sizes)
 
 
-def always(shapes: Sequence[Shape]) -> Shapes:
+def fixed(*sizes: tuple[int, ...]) -> Shapes:
     """The same shapes whatever the device and dtype."""
-    return lambda device, dtype: shapes
+    return lambda device, dtype: [plain(*s) for s in sizes]

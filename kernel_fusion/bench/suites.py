@@ -10,7 +10,7 @@ import torch
 from kernel_fusion.bench import operations, quantised, stages
 from kernel_fusion.bench.operations import NORMS
 from kernel_fusion.bench.step_models import Steps
-from kernel_fusion.bench.suite import Operations, Shape, Shapes, Suite, always, plain
+from kernel_fusion.bench.suite import Operations, Shape, Shapes, Suite, fixed, plain
 from kernel_fusion.bench.workloads import Direction
 
 # Bytes of a tensor of the suite `odd`: too large for any cache.
@@ -94,10 +94,6 @@ _ONE_EACH = {"cuda": (_BF16,), "cpu": (_FP32,)}
 _PASSES: tuple[Direction, ...] = ("forward", "backward")
 
 
-def _fixed(*sizes: tuple[int, ...]) -> Shapes:
-    return always([plain(*s) for s in sizes])
-
-
 def _bare(shapes: Shapes) -> Operations:
     """The bare norms."""
     return Operations(tuple(operations.BARE_NORMS.values()), shapes, grouped=False)
@@ -117,10 +113,10 @@ _CPU_SUITE = _norms(
     "cpu",
     "Norms on the CPU",
     "norms of nine shapes with one thread and with all, beside a build without vector instructions",
-    _fixed(*_CPU),
+    fixed(*_CPU),
     dtypes={"cuda": _ALL_THREE, "cpu": _ALL_THREE},
     quick_dtypes=_FP32_ONLY,
-    quick_parts=(_bare(_fixed(*_CPU_QUICK)),),
+    quick_parts=(_bare(fixed(*_CPU_QUICK)),),
     peers=("torch.compile", "portable"),
     quick_peers=("portable",),
     single_thread=True,
@@ -149,9 +145,9 @@ _FUSED_OPS = Suite(
     "fused-ops",
     "Fused operations",
     "every verb with its variants at 2048x2048 and 8192x8192, against chains of PyTorch's calls",
-    (Operations(_OPERATIONS, _fixed((2048, 2048), (8192, 8192))), _BATCHES),
+    (Operations(_OPERATIONS, fixed((2048, 2048), (8192, 8192))), _BATCHES),
     dtypes=_FP32_AND_BF16,
-    quick_parts=(Operations(_OPERATIONS, _fixed((2048, 2048))), _BATCHES),
+    quick_parts=(Operations(_OPERATIONS, fixed((2048, 2048))), _BATCHES),
     directions=_PASSES,
     peers=("torch.compile",),
 )
@@ -161,9 +157,9 @@ _MEMORY_SUITE = Suite(
     "Memory in training",
     "bytes saved for backward and peak of a training step, of every verb and of a transformer block",
     (
-        _bare(_fixed(*_MEMORY)),
-        Operations(_OPERATIONS, _fixed((4096, 4096))),
-        Operations(_SCORES, _fixed((*_BATCH, 1024, 1024)), batch=_BATCH),
+        _bare(fixed(*_MEMORY)),
+        Operations(_OPERATIONS, fixed((4096, 4096))),
+        Operations(_SCORES, fixed((*_BATCH, 1024, 1024)), batch=_BATCH),
         Operations((stages.BLOCK, stages.BLOCK_WITH_DROPOUT), _blocks, grouped=False),
     ),
     "memory",
@@ -187,8 +183,8 @@ _STAGES = Suite(
     directions=_PASSES,
     peers=("torch.compile", "liger", "fla"),
     quick_parts=(
-        Operations(stages.GATED, _fixed((256, 1024))),
-        Operations((*stages.MODULATED, *stages.MODULATED_RMS), _fixed((*_SAMPLES, 256, 1024)), batch=_SAMPLES),
+        Operations(stages.GATED, fixed((256, 1024))),
+        Operations((*stages.MODULATED, *stages.MODULATED_RMS), fixed((*_SAMPLES, 256, 1024)), batch=_SAMPLES),
     ),
 )
 
@@ -206,7 +202,7 @@ _RELU_LAYER_NORM = Suite(
     "relu-layernorm",
     "ReLU and LayerNorm",
     "LayerNorm of ReLU in one kernel against PyTorch's and CuPy's unfused calls",
-    (Operations((operations.RELU_LAYER_NORM,), _fixed((4096, 1024))),),
+    (Operations((operations.RELU_LAYER_NORM,), fixed((4096, 1024))),),
     dtypes=_FP32_ONLY,
     quick_dtypes=_FP32_ONLY,
     directions=("forward",),
@@ -218,10 +214,10 @@ _QUANTISED = Suite(
     "quantised",
     "Quantised results",
     "norms and gates whose results are float8, by every kind of scale, against chains of PyTorch's calls",
-    (Operations(quantised.NORMS, _fixed((16384, 4096))), Operations(quantised.GATES, _fixed((16384, 14336)))),
+    (Operations(quantised.NORMS, fixed((16384, 4096))), Operations(quantised.GATES, fixed((16384, 14336)))),
     dtypes=_BF16_ONLY,
     quick_dtypes=_BF16_ONLY,
-    quick_parts=(Operations((*quantised.NORMS, *quantised.GATES), _fixed((2048, 4096))),),
+    quick_parts=(Operations((*quantised.NORMS, *quantised.GATES), fixed((2048, 4096))),),
     directions=("forward",),
     peers=("torch.compile", "flashinfer"),
 )
@@ -245,12 +241,12 @@ SUITES = {
             "models",
             "Eleven transformer models",
             "norms at the sizes of eleven models, BERT-Base to GPT-3 175B",
-            always([Shape(name, sizes) for name, sizes in _MODELS.items()]),
+            lambda device, dtype: [Shape(name, sizes) for name, sizes in _MODELS.items()],
         ),
-        _norms("large", "Large inputs", "norms of tensors that fill a GPU, rows of 256 to 131072", _fixed(*_LARGE)),
+        _norms("large", "Large inputs", "norms of tensors that fill a GPU, rows of 256 to 131072", fixed(*_LARGE)),
         _norms("odd", "Odd row lengths and strides", "norms whose rows no vector divides or aligns with", _odd),
         _norms(
-            "few-rows", "Few rows, and many short ones", "norms of 4 to 512 rows, and of a million", _fixed(*_FEW_ROWS)
+            "few-rows", "Few rows, and many short ones", "norms of 4 to 512 rows, and of a million", fixed(*_FEW_ROWS)
         ),
         _SWEEP_SUITE,
         _norms(

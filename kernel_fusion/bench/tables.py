@@ -112,7 +112,6 @@ def _is_single_operation(cells: Cells) -> bool:
 
 
 def _tables_of_times(results: Results, what: str, cells: Cells) -> list[Table | None]:
-    """The tables of times of one group, dtype, direction and place."""
     if _is_single_operation(cells):
         return [_table_of_contenders(results, what, *cells.values())]
     return [

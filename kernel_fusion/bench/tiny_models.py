@@ -150,7 +150,6 @@ def architectures() -> list[Architecture]:
 
 
 def _make(type_: str, name: str) -> nn.Module:
-    """A small model of a class, from its configuration."""
     transformers = importlib.import_module("transformers")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()
@@ -208,7 +207,6 @@ def _shrunk(default: Any) -> dict[str, Any]:
 
 
 def _inputs(task: str, model: Any, seed: int) -> dict[str, Any]:
-    """Random images or tokens."""
     random = torch.Generator().manual_seed(seed + 1)
     if task == "image":
         size, channels = getattr(model.config, "image_size", IMAGE), getattr(model.config, "num_channels", 3)

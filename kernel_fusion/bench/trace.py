@@ -160,7 +160,6 @@ def _ours(launches: Sequence[Launch], backend: str | None, device: str, path: Pa
 
 
 def _prefixes(backend: str) -> tuple[str, ...]:
-    """The prefixes of a backend's kernel names."""
     if backend == "triton":
         from kernel_fusion.backends.triton.launch import launches
 

@@ -253,7 +253,6 @@ def _show(result: Results, paths: Sequence[Path], out: Console) -> None:
 
 
 def _parse_peers(text: str | None) -> list[str] | None:
-    """The named peers; None if the suite decides."""
     if text is None:
         return None
     return list(PEERS) if text == "all" else [] if text == "none" else common.names(text, PEERS, "peer")

@@ -47,7 +47,6 @@ def _refused(problem: str) -> typer.BadParameter:
 
 
 def _of_configuration(path: str, dtype: torch.dtype) -> Any:
-    """A patched model of transformers."""
     try:
         transformers: Any = importlib.import_module("transformers")
         config = transformers.AutoConfig.from_pretrained(path)

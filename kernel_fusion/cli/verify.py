@@ -114,7 +114,6 @@ def _show_in_full(verdicts: Sequence[_Verdict], out: Console) -> None:
 def _attempts(
     grid: Sequence[_Case], compare: Callable[[_Case], list[Comparison]], description: str
 ) -> Iterator[_Verdict]:
-    """The verdict on each case."""
     with progress_bar() as progress:
         for case in progress.track(grid, description=description):
             try:

@@ -83,7 +83,6 @@ class RowNormCase(Case):
 
     @property
     def _options(self) -> dict[str, Any]:
-        """The options of the verb."""
         return self._fields("weight_offset", "out_dtype")
 
     def _fields(self, *names: str) -> dict[str, Any]:
