@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
-from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -238,7 +237,7 @@ def _apex() -> Provider:
         "layer_norm": lambda eps: lambda x, w, bias: module.fused_layer_norm_affine(x, w, bias, w.shape, eps),
         "rms_norm": lambda eps: lambda x, w: module.fused_rms_norm_affine(x, w, w.shape, eps),
     }
-    return _library("apex", "apex", norms)
+    return _library("apex", "apex", norms, {})
 
 
 # flash-attn's norms refuse longer rows.
@@ -254,7 +253,7 @@ def _flash_attn() -> Provider:
         "layer_norm": lambda eps: partial(module.layer_norm_fn, eps=eps),
         "rms_norm": lambda eps: lambda x, weight: module.rms_norm_fn(x, weight, None, eps=eps),
     }
-    return _library("flash-attn", "flash-attn", norms, longest=_FLASH_ROW_BYTES)
+    return _library("flash-attn", "flash-attn", norms, {}, longest=_FLASH_ROW_BYTES)
 
 
 def holding_a_row(configs: list[Any], named_args: dict[str, Any], **kwargs: Any) -> list[Any]:
@@ -270,7 +269,7 @@ def _library(
     name: str,
     distribution: str,
     norms: Norms,
-    calls: Mapping[str, Function] = MappingProxyType({}),
+    calls: Mapping[str, Function],
     *,
     longest: float = math.inf,
     dtypes: tuple[torch.dtype, ...] | None = None,

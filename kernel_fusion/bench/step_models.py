@@ -8,6 +8,7 @@ a slower kernel than eager ones.
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -49,11 +50,6 @@ class Architecture:
     loss: Callable[[Any], Tensor] = lambda output: output.loss
     liger: str | None = None
     small_length: int = 16
-
-    def rows(self, small: bool) -> int:
-        """Tokens of a step."""
-        batch, length = self.sizes(small)
-        return batch * length
 
     def sizes(self, small: bool) -> tuple[int, int]:
         """Sequences of a step and tokens of each."""
@@ -242,7 +238,7 @@ class Step:
         hidden = 64 if self.small else self.architecture.hidden
         return {
             **{"configuration": self.name, "verb": self.verb, "operation": None, "layout": "contiguous"},
-            **{"rows": self.architecture.rows(self.small), "cols": hidden},
+            **{"rows": math.prod(self.architecture.sizes(self.small)), "cols": hidden},
             **{"dtype": dtype, "weight_dtype": dtype, "bias_dtype": dtype},
         }
 

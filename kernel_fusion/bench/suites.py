@@ -27,9 +27,9 @@ def _odd(device: str, dtype: torch.dtype) -> list[Shape]:
     return [*shapes, Shape(f"{rows(4096)}x4096, stride 4097", (rows(4096), 4096), "padded")]
 
 
-def _host(device: str, dtype: torch.dtype) -> list[Shape]:
-    """Shapes so small that only the host's time is left."""
-    return [plain(64, 1024) if device == "cuda" else plain(1, 64)]
+def _by_device(on_gpu: list[Shape], elsewhere: list[Shape]) -> Shapes:
+    """Fewer rows on a CPU, to save time."""
+    return lambda device, dtype: on_gpu if device == "cuda" else elsewhere
 
 
 _MODELS = {  # (batch, sequence, hidden)
@@ -63,23 +63,19 @@ _CPU_QUICK = ((100, 512), (1000, 1024), (5000, 256), (4096, 4096))
 _SWEEP_QUICK = tuple(256 << power for power in range(8))
 _SWEEP = tuple(cols for power_of_2 in _SWEEP_QUICK for cols in (power_of_2, power_of_2 * 3 // 2))[:-1]
 _MEMORY = tuple((4096, cols) for cols in (1024, 4096, 16384))
-_BLOCK_BATCHES, _BLOCK_COLS = (32, 64, 128), 4096
-
-
-def _blocks(device: str, dtype: torch.dtype) -> list[Shape]:
-    """Sequences of 128 tokens, as published; of one token on a CPU, where only bytes are counted."""
-    tokens = 128 if device == "cuda" else 1
-    return [Shape(f"batch {batch}", (batch * tokens, _BLOCK_COLS)) for batch in _BLOCK_BATCHES]
-
-
-def _scores(device: str, dtype: torch.dtype) -> list[Shape]:
-    """The published size, or a fraction of it on a CPU, where one product takes long."""
-    return [plain(operations.SCORES_BATCH if device == "cuda" else 2, 2048, 2048)]
+# So small that only the host's time is left.
+_HOST = _by_device([plain(64, 1024)], [plain(1, 64)])
+# The published size, or a fraction of it on a CPU, where one product takes long.
+_SCORES_SHAPES = _by_device([plain(operations.SCORES_BATCH, 2048, 2048)], [plain(2, 2048, 2048)])
+# Sequences of 128 tokens, as published; of one token on a CPU, where only bytes are counted.
+_BLOCKS = _by_device(
+    *([Shape(f"batch {batch}", (batch * tokens, 4096)) for batch in (32, 64, 128)] for tokens in (128, 1))
+)
 
 
 def _sweep(lengths: Sequence[int]) -> Shapes:
-    """4096 rows of every length, as published; fewer on a CPU, to save time."""
-    return lambda device, dtype: [plain(4096 if device == "cuda" else 512, cols) for cols in lengths]
+    """4096 rows of every length, as published."""
+    return _by_device(*([plain(rows, cols) for cols in lengths] for rows in (4096, 512)))
 
 
 # The device types for which several of our backends have kernels.
@@ -105,8 +101,8 @@ def _norms(name: str, title: str, about: str, shapes: Shapes, **options: Any) ->
 
 
 def _tokens(*sizes: tuple[int, int], batch: tuple[int, ...] = ()) -> Shapes:
-    """Rows and columns, of each sample of a batch; fewer rows on a CPU."""
-    return lambda device, dtype: [plain(*batch, rows if device == "cuda" else rows // 32, cols) for rows, cols in sizes]
+    """Rows and columns, of each sample of a batch."""
+    return _by_device(*([plain(*batch, rows // share, cols) for rows, cols in sizes] for share in (1, 32)))
 
 
 _CPU_SUITE = _norms(
@@ -139,7 +135,7 @@ _SWEEP_SUITE = _norms(
 
 _OPERATIONS, _SCORES = tuple(operations.OPERATIONS), tuple(operations.SCORES)
 _BATCH = (operations.SCORES_BATCH,)
-_BATCHES = Operations(_SCORES, _scores, batch=_BATCH)
+_BATCHES = Operations(_SCORES, _SCORES_SHAPES, batch=_BATCH)
 
 _FUSED_OPS = Suite(
     "fused-ops",
@@ -160,7 +156,7 @@ _MEMORY_SUITE = Suite(
         _bare(fixed(*_MEMORY)),
         Operations(_OPERATIONS, fixed((4096, 4096))),
         Operations(_SCORES, fixed((*_BATCH, 1024, 1024)), batch=_BATCH),
-        Operations((stages.BLOCK, stages.BLOCK_WITH_DROPOUT), _blocks, grouped=False),
+        Operations((stages.BLOCK, stages.BLOCK_WITH_DROPOUT), _BLOCKS, grouped=False),
     ),
     "memory",
     plots=("memory",),
@@ -253,7 +249,7 @@ SUITES = {
             "host",
             "Host time per call",
             "what a call costs before the device has done anything",
-            _host,
+            _HOST,
             kind="host",
             dtypes=_ONE_EACH,
             quick_dtypes=_ONE_EACH,
