@@ -181,11 +181,8 @@ def trainees(training: Training, names: Sequence[str]) -> dict[str, Callable[[],
 
 def _ligers(training: Training) -> dict[str, Callable[[], Trainee]]:
     if training.step.architecture.liger is not None:
-        same_scope = {"fused_linear_cross_entropy": False}
-        return {
-            LIGER: partial(_patched_by_liger, training, LIGER, same_scope),
-            f"{LIGER}-full": partial(_patched_by_liger, training, f"{LIGER}-full", {}),
-        }
+        left_out = {LIGER: {"fused_linear_cross_entropy": False}, f"{LIGER}-full": {}}
+        return {name: partial(_patched_by_liger, training, name, options) for name, options in left_out.items()}
     model = training.shared_copy()
     version = metadata.version("liger-kernel")
     return {LIGER: lambda: Trainee(LIGER, version, model)} if _with_liger_layer_norms(model) else {}

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from kernel_fusion.core.spec import dtype_name
 from kernel_fusion.testing.oracle import Reference, lay_out
+from kernel_fusion.testing.unfused import Dropout as Dropout
+from kernel_fusion.testing.unfused import keep_all
 
 Part = Literal["forward", "backward"]
 Direction = Literal["forward", "backward", "forward+backward"]
@@ -23,7 +25,6 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "forward+backward")
 
 Call = Callable[[], object]
 Function = Callable[..., Any]  # from arguments in order to a result or a tuple of them
-Dropout = Callable[[Tensor], Tensor]
 
 EPS = 1e-6  # of all norms but the bare ones
 DROPOUT_P = 0.125  # a multiple of 2^-32, so that the scale equals PyTorch's to the last bit
@@ -240,11 +241,11 @@ class Workload:
     def _results(self) -> tuple[Tensor, ...]:
         """The results' sizes and dtypes, from PyTorch's calls on meta tensors."""
         nothing = {name: torch.empty(a.shape, dtype=a.dtype, device="meta") for name, a in self.arguments.items()}
-        return Inputs(nothing, ()).call(partial(self.what.pytorch, _no_dropout))
+        return Inputs(nothing, ()).call(partial(self.what.pytorch, keep_all))
 
     def unfused(self) -> Function:
         """PyTorch's calls, as users write them."""
-        dropout = partial(F.dropout, p=self.what.dropout_p) if self.what.dropout_p else _no_dropout
+        dropout = partial(F.dropout, p=self.what.dropout_p) if self.what.dropout_p else keep_all
         return partial(self.what.pytorch, dropout)
 
     def fused(self, backend: str | None) -> Function:
@@ -314,10 +315,6 @@ class Workload:
         wide = inputs.map(lambda name, t: t.double() if t.is_floating_point() else t)
         wide = replace(wide, cotangents=tuple(c.double() for c in inputs.cotangents))
         return {name: t.cpu().numpy() for name, t in results(wide).items()}, results(inputs)
-
-
-def _no_dropout(t: Tensor) -> Tensor:
-    return t
 
 
 class _Draw:

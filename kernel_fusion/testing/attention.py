@@ -85,13 +85,7 @@ def _weights_by_hand(scores: Array, dy: Array, axis: int = -1) -> tuple[Array, A
 
 @dataclass(frozen=True)
 class SoftmaxCase(_MaskedCase):
-    """One call of `softmax`.
-
-    Attributes:
-        shape, dtype: of the input.
-        dim, scale: as in the verb.
-        layout: of the input, as in `lay_out`.
-    """
+    """One call of `softmax`; `dim` and `scale` are the verb's, `layout` is that of the input."""
 
     dim: int = -1
     scale: float = 1.0

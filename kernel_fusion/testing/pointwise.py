@@ -107,14 +107,7 @@ class PointwiseCase(Case):
 
 @dataclass(frozen=True)
 class ReduceCase(Case):
-    """One call of a reduction.
-
-    Attributes:
-        verb: "sum_squared" or "mean_abs".
-        shape, dtype: of the input.
-        dim, keepdim, out_dtype: `dim`, `keepdim` and `dtype` of the verb.
-        layout: of the input, as in `lay_out`.
-    """
+    """One call of "sum_squared" or "mean_abs"; `out_dtype` is the verb's `dtype`, `layout` is that of the input."""
 
     dim: int | tuple[int, ...] | None = None
     keepdim: bool = False

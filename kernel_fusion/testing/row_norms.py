@@ -32,7 +32,6 @@ class RowNormCase(Case):
 
     Attributes:
         verb: "layer_norm" or "rms_norm".
-        shape, dtype: of the input.
         num_dims: how many last dimensions are normalised.
         weight, bias: their dtypes, or None.
         out_dtype, weight_offset: as in the verb.
