@@ -281,7 +281,6 @@ def _counts(report: kf.Report) -> dict[str, int]:
 
 
 def _checks(architecture: Architecture, model: Any, compile: bool) -> dict[str, Callable[[], str | None]]:
-
     def of_a_copy(check: Callable[[Architecture, Any], str | None]) -> Callable[[], str | None]:
         return lambda: check(architecture, copy.deepcopy(model))
 

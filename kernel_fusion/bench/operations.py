@@ -261,7 +261,6 @@ def case_of(workload: Workload) -> RowNormCase:
     return RowNormCase(workload.verb, workload.shape, workload.dtype, weight=weight, bias=bias, layout=x.layout)
 
 
-# By verb.
 BARE_NORMS = {verb: _bare_norm(verb) for verb in NORMS}
 # Two-dimensional.
 OPERATIONS = [

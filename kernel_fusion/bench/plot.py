@@ -126,7 +126,6 @@ def _draw_times(axes: Axes, cells: Cells, look: Styles) -> None:
 
 
 def _time_bars(axes: Axes, cell: Cell, look: Styles) -> None:
-    """A bar per contender, the floor among them, with its time and bandwidth."""
     timed = [(look[p], m, m.timing) for p in look if (m := cell.get(p)) and m.timing]
     unit = time_unit([timing.median_ms for *_, timing in timed])
     for at, (style, m, timing) in enumerate(reversed(timed)):
@@ -288,7 +287,6 @@ def _figure(
 def _figures(
     results: Results, kind: str, what: str, panels: Callable[[str, str], Panels], draw: Draw
 ) -> Iterator[Picture]:
-    """A figure of `panels` for each group and dtype."""
     for group, dtype in results.groups:
         name = dtype_label(dtype)
         yield from _figure(results, f"{group}-{name}-{kind}", f"{group}, {name}: {what}", panels(group, dtype), draw)

@@ -123,10 +123,7 @@ def pytorch() -> Provider:
 
 
 def ours(backend: str, explicit: bool | None = None) -> Provider:
-    """Our verbs on `backend`; `explicit` if calls name it, which costs host time that users' calls don't take.
-
-    By default they do not on a CPU, where the host's time is part of every measurement.
-    """
+    """Our verbs on `backend`, which calls name if `explicit`; by default not on a CPU, since that takes host time."""
     if explicit is None:
         explicit = backend != "cpu"
 

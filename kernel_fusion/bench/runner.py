@@ -159,7 +159,6 @@ def time_direction(
 
 
 def _settled(measure: Callable[[], Outcomes], direction: Direction) -> Outcomes:
-    """Measure in settled memory, and forward in reused memory as well."""
     with page_faults.settled():
         outcomes = measure()
     if direction != "forward":

@@ -130,8 +130,7 @@ ROPE = _rotary("rope")
 _FEWER, _EQUAL = "query and fewer keys", "query and key"
 ROPE_OF_BOTH = _rotary(f"rope of {_FEWER}", 4), _rotary(f"rope of {_EQUAL}", 1)
 _NORMED = _rotary(f"norm+rope of {_FEWER}", 4, True), _rotary(f"norm+rope of {_EQUAL}", 1, True)
-# By tokens and columns.
-ROTARY: dict[tuple[int, int], tuple[Operation, ...]] = {
+ROTARY: dict[tuple[int, int], tuple[Operation, ...]] = {  # by tokens and columns
     (4096, 32 * _HEAD): (ROPE, ROPE_OF_BOTH[0], _NORMED[0]),
     (27030, 24 * _HEAD): (ROPE, ROPE_OF_BOTH[1], _NORMED[1]),
 }

@@ -91,12 +91,10 @@ _PASSES: tuple[Direction, ...] = ("forward", "backward")
 
 
 def _bare(shapes: Shapes) -> Operations:
-    """The bare norms."""
     return Operations(tuple(operations.BARE_NORMS.values()), shapes, grouped=False)
 
 
 def _norms(name: str, title: str, about: str, shapes: Shapes, **options: Any) -> Suite:
-    """A suite of bare norms."""
     return Suite(name, title, about, (_bare(shapes),), quick_verbs=NORMS[:1], **options)
 
 

@@ -151,7 +151,6 @@ def _merged(at: Mapping[Any, Cells]) -> Cells:
 
 
 def _time_columns(results: Results, cells: Cells) -> Columns:
-    """The times of floor, ours, PyTorch and peers, and how they compare."""
     providers = [p for p in results.providers if any(m.provider == p and m.timing for m in measured(cells))]
     mine = [p for p in providers if p.startswith(OURS)]
     peers = [p for p in providers if p not in (FLOOR, BASELINE, *mine)]
@@ -174,7 +173,6 @@ def _time_columns(results: Results, cells: Cells) -> Columns:
 
 
 def _spread_columns(results: Results, cells: Cells) -> Columns:
-    """The spread of single calls: inter-quartile range, quartiles, and the number of calls."""
     if not any(m.timing and (m.timing.page_faults is not None or m.loss is not None) for m in measured(cells)):
         return {}
     unit = _unit_of(measured(cells))
@@ -189,7 +187,6 @@ def _spread_columns(results: Results, cells: Cells) -> Columns:
 
 
 def _page_columns(results: Results, cells: Cells) -> Columns:
-    """Page faults per call, and the time without them, if measured."""
     if not any(m.timing and m.timing.reused_median_ms is not None for m in measured(cells)):
         return {}
     unit = _unit_of(measured(cells))
@@ -229,7 +226,6 @@ def _error_columns(results: Results, cells: Cells) -> Columns:
 
 
 def _memory_columns(results: Results, cells: Cells) -> Columns:
-    """The MB that autograd saves and a training step takes, and ours over PyTorch's."""
     known = {name: f for name, f in _BYTES.items() if any(getattr(m, f) is not None for m in measured(cells))}
     columns = _facts(results, cells, {f"{name} MB": _fact(field, megabytes) for name, field in known.items()})
     present = {p for cell in cells.values() for p in cell}
@@ -337,7 +333,7 @@ def _time_text(m: Measurement, unit: Unit) -> str | None:
 
 
 def _ratio(over: Sequence[str], under: Sequence[str]) -> Value:
-    """The fastest time of `over` divided by that of `under`; a marked text if one is noisy."""
+    """Their ratio; a marked text if a time is noisy."""
 
     def value(cell: Cell) -> str | float | None:
         ratio = _time_ratio(cell, over, under)

@@ -26,7 +26,6 @@ class _MaskedCase(Case):
         mask: "boolean" (True with probability 3/4), "dead" (the same, but the first row is masked), "additive" or None.
         mask_shape: None for the scores' shape.
         mask_dtype: of an additive mask; None for the input's.
-        causal: as in the verb.
     """
 
     mask: str | None = None
@@ -137,7 +136,6 @@ class ScoresCase(_MaskedCase):
     Attributes:
         shape, dtype: of the query, (..., L, D); dtype of the key, too.
         key_shape: (..., S, D); None for the query's.
-        scale, normalize: as in the verb.
         layout: of query and key, as in `lay_out`.
     """
 

@@ -77,7 +77,7 @@ def with_gradients(results: Results, inputs: Tensors) -> Results:
 
 @dataclass(frozen=True)
 class Case(ABC):
-    """One call of a verb, forward and backward; a frozen dataclass with `shape` and `dtype`."""
+    """One call of a verb, forward and backward, on an input of `shape` and `dtype`; other fields are the verb's."""
 
     verb: str
     shape: tuple[int, ...]

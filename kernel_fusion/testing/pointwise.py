@@ -29,7 +29,6 @@ class PointwiseCase(Case):
         verb: "add_act", "mul_act", "bias_act", "act_dropout" or "gated_act".
         shape, dtype: of the first operand.
         other, other_dtype: of the second operand; None for the first one's.
-        activation, dropout_p: as in the verb.
         layout, other_layout: of the operands, as in `lay_out`.
     """
 

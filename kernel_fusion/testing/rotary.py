@@ -32,7 +32,6 @@ class RotaryCase(Case):
         weight, angles: dtypes of the weights (None: there are none) and of cos and sin (None: that of the query).
         positions: whether tokens have positions in a table.
         fused: whether heads are some of those that a wider projection has in memory, token by token.
-        interleaved, unsqueeze_dim, weight_offset, rounding: as in the verbs.
     """
 
     pairs: int = 8

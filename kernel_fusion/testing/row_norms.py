@@ -34,7 +34,6 @@ class RowNormCase(Case):
         verb: "layer_norm" or "rms_norm".
         num_dims: how many last dimensions are normalised.
         weight, bias: their dtypes, or None.
-        out_dtype, weight_offset: as in the verb.
         layout: of input and cotangents, as in `lay_out`.
     """
 
@@ -128,7 +127,6 @@ class RowNormCase(Case):
         return np.asarray(values.mean(tuple(range(-self.num_dims, 0)), keepdims=True))
 
     def _affine(self, inputs: Tensors) -> tuple[Array, Array]:
-        """Weight and bias, offset included."""
         none = np.zeros(self.normalized_shape, np.longdouble)
         weight = none + 1 if inputs.weight is None else wide(inputs.weight) + self.weight_offset
         return weight, none if inputs.bias is None else wide(inputs.bias)
@@ -161,7 +159,6 @@ class StagedNormCase(RowNormCase):
 
     Attributes:
         verb: also "add_layer_norm" or "add_rms_norm", which also return the normalised sum h.
-        pre_activation, activation, dropout_p, rounding: as in the verb.
         residual: its dtype in the `add_*` verbs; None in others.
     """
 
@@ -206,11 +203,9 @@ class StagedNormCase(RowNormCase):
         return self._by_hand(inputs, pre, post, self._kept(inputs))
 
     def _dropped(self, inputs: Tensors, u: Tensor) -> Tensor:
-        """u after dropout, by PyTorch."""
         return u * dropout_factors(u.detach().contiguous(), self.dropout_p, inputs.seed) if self.dropout_p else u
 
     def _kept(self, inputs: Tensors) -> Array:
-        """Dropout's factors."""
         return wide(dropout_factors(inputs.x.detach().contiguous(), self.dropout_p, inputs.seed))
 
 
@@ -221,7 +216,6 @@ class GatedNormCase(RowNormCase):
     Attributes:
         gate: its dtype.
         gate_layout: as in `lay_out`; often half of a projection.
-        gate_activation, gate_first, group_size, rounding: as in the verb.
     """
 
     gate: torch.dtype = torch.float32
