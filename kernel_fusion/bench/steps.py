@@ -136,9 +136,8 @@ def measure(results: Results, workload: Workload, setup: Setup) -> Iterator[str]
         if isinstance(outcome, str):
             results.fail(setup, trainee.name, workload, outcome)
             continue
-        results.add(
-            *(setup, workload, "step", trainee, [comparison]), timing=outcome, loss=losses[trainee], **taken[trainee]
-        )
+        measured: dict[str, Any] = {"timing": outcome, "loss": losses[trainee], **taken[trainee]}
+        results.add(setup, workload, "step", trainee, [comparison], **measured)
     yield "time"
 
 

@@ -97,7 +97,7 @@ class RotaryCase(Case):
         y, y_key = kf.qk_norm_rope(inputs.query, inputs.key, *weights, inputs.cos, inputs.sin, EPS, **options)
         return {"y": y, "y_key": y_key}
 
-    def _in_order(self, x: Tensor | None) -> Tensor | None:
+    def _in_order(self, x: Any) -> Any:
         return x if x is None or self.unsqueeze_dim == 2 else x.transpose(1, 2)
 
     def _arguments(self, inputs: Tensors) -> Rotary:
