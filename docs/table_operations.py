@@ -90,40 +90,6 @@ def newest(name: str) -> Iterator[str]:
     yield ""
 
 
-_HEADLINE = (
-    ("add+relu", "2048x2048", "f32"),
-    ("layer_norm+relu", "2048x2048", "f32"),
-    ("bias+gelu", "2048x2048", "f32"),
-    ("attention scores", "16x2048x2048", "f32"),
-    ("causal attention weights", "16x2048x2048", "f32"),
-    ("bias+gelu", "8192x8192", "bf16"),
-    ("gelu+dropout", "8192x8192", "bf16"),
-    ("softmax, scale, causal", "8192x8192", "bf16"),
-    ("silu gate", "8192x8192", "bf16"),
-    ("add+layer_norm", "8192x8192", "bf16"),
-    ("sum_squared, last", "8192x8192", "bf16"),
-)
-
-
-def headline() -> Iterator[str]:
-    """Forward of some chains of every kind, in µs."""
-    cells = cells_of(_BESIDE, "operation", "configuration", "dtype", "direction")
-    rows = []
-    for operation, shape, dtype in _HEADLINE:
-        cell = cells[operation, shape, dtype, "forward"]
-        times = [digits(cell[name]["median_ms"] * 1e3) for name in ("pytorch", "torch.compile", "kf-cuda", "floor")]
-        times[2] = f"**{times[2]}**"
-        rows.append([f"{operation}, {shape.replace('x', '×')} {'fp32' if dtype == 'f32' else dtype}", *times])
-    yield from table(["operation", "PyTorch µs", "torch.compile µs", "ours µs", "floor µs"], rows)
-    yield (
-        f"[`{_BESIDE}`](benchmarks/results/nvidia-h200/{_BESIDE}): NVIDIA H200, torch 2.11.0+cu130, forward."
-        " Backward, all activations and the other sizes: [pointwise](docs/pointwise.md#measured),"
-        " [stages](docs/stages.md#measured), [reductions](docs/reductions.md#measured),"
-        " [softmax](docs/softmax.md#measured)."
-    )
-    yield ""
-
-
 # Chains, and their bytes per element in bf16, counted: forward of PyTorch's operators and fused, then backward.
 _COUNTED = {
     "`relu`": ("relu", 4, 4, 6, 4.1),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kernel_fusion.bench import providers
-from kernel_fusion.bench.operations import bare_norm
+from kernel_fusion.bench.operations import BARE_NORMS
 from kernel_fusion.bench.providers import Provider
 from kernel_fusion.bench.results import Measurement, Results
 from kernel_fusion.bench.timing import Effort, Setup, Timing
@@ -29,7 +29,7 @@ ABOUT = {
 
 def norm(shape: tuple[int, ...], dtype: torch.dtype = FP32, verb: str = "layer_norm") -> Workload:
     """A bare norm, whose parameters have the dtype of its input."""
-    return Workload("a", bare_norm(verb, dtype), shape, dtype, grouped=False)
+    return Workload("a", BARE_NORMS[verb], shape, dtype, grouped=False)
 
 
 NORM = norm((48, 96))

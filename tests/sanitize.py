@@ -21,9 +21,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import product
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from support import CUDA, Target
@@ -45,7 +44,6 @@ from kernel_fusion.testing.oracle import (
 )
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-_Inputs = TypeVar("_Inputs", bound=oracle.Tensors)
 _Options = dict[str, Any]
 
 
@@ -249,8 +247,8 @@ def among_zeros(t: Tensor | None, device: str) -> Tensor | None:
     return copy.requires_grad_(t.requires_grad)
 
 
-def _placed(inputs: _Inputs, device: str) -> _Inputs:
-    return replace(inputs, **{name: among_zeros(t, device) for name, t in vars(inputs).items()})
+def _placed(inputs: oracle.Tensors, device: str) -> oracle.Tensors:
+    return oracle.Tensors(**{name: among_zeros(t, device) for name, t in vars(inputs).items()})
 
 
 def run(case: Case, target: Target) -> list[oracle.Comparison]:

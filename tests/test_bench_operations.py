@@ -394,6 +394,16 @@ def test_selections_that_a_suite_cannot_serve(arguments: list[str], message: str
     assert message in " ".join(result.output.replace("│", " ").split())
 
 
+@pytest.mark.parametrize("suite", ["fused-ops", "stages", "rope", "quantised", "memory"])
+def test_a_quick_suite_has_as_many_dimensions_at_chosen_shapes(suite: str) -> None:
+    """Operations on samples get samples, in a quick run too."""
+    whole, quick = (
+        {w.what.name: w.shape for w in chosen.workloads("cpu", [FP32], chosen.verbs)}
+        for chosen in (SUITES[suite].with_shapes([(8, 256)]), SUITES[suite].quick().with_shapes([(8, 256)]))
+    )
+    assert quick.items() <= whole.items()
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize(
     ("suite", "dtype"), [("fused-ops", FP32), ("fused-ops", BF16), ("relu-layernorm", FP32), ("memory", BF16)], ids=str

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from bench_support import BF16, CPU, EFFORT, FP32, norm
 from torch import Tensor
 
-from kernel_fusion.bench import check, machine, operations, peers, quantised, rotary, stages
+from kernel_fusion.bench import check, machine, operations, peers, quantised, stages
 from kernel_fusion.bench.workloads import Inputs, Operation, Workload
 from kernel_fusion.testing import unfused
 
@@ -217,8 +217,8 @@ def test_norms(name: str, verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
         *((name, _BY_NAME["add+rms_norm"], (6, 256)) for name in ("liger", "quack", "flashinfer")),
         ("fla", _BY_NAME["gated rms_norm"], (2, 6, 256)),
         ("liger", _BY_NAME["modulated rms_norm"], (2, 6, 256)),
-        *((name, rotary.ROPE, (6, 256)) for name in ("quack", "fla")),
-        *((name, rope, (6, 512)) for name in ("liger", "flashinfer") for rope in rotary.ROPE_OF_BOTH),
+        *((name, stages.ROPE, (6, 256)) for name in ("quack", "fla")),
+        *((name, rope, (6, 512)) for name in ("liger", "flashinfer") for rope in stages.ROPE_OF_BOTH),
         ("flashinfer", _BY_NAME["rms_norm, given scale"], (6, 256)),
         ("flashinfer", _BY_NAME["add+rms_norm, given scale"], (6, 256)),
     ],

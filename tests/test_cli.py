@@ -31,7 +31,7 @@ from kernel_fusion.core import cache, checks
 from kernel_fusion.native import build
 from kernel_fusion.operators import loader
 from kernel_fusion.testing import oracle
-from kernel_fusion.testing.oracle import Inputs, RowNormCase
+from kernel_fusion.testing.oracle import RowNormCase, Tensors
 
 # The modules, not the commands of the same names that the package exports.
 verify_module = importlib.import_module("kernel_fusion.cli.verify")
@@ -155,7 +155,7 @@ def test_verify_fails_when_one_result_is_wrong(wrong: str, monkeypatch: pytest.M
     """One element of one tensor off by a few roundings: exactly that tensor fails, in each case."""
     honest = oracle.run
 
-    def perturbed(case: RowNormCase, inputs: Inputs, backend: str | None) -> dict[str, Tensor]:
+    def perturbed(case: RowNormCase, inputs: Tensors, backend: str | None) -> dict[str, Tensor]:
         results = honest(case, inputs, backend)
         results[wrong].flatten()[5].add_(1e-3)
         return results
@@ -214,7 +214,7 @@ def test_verify_goes_on_after_a_case_that_raises(monkeypatch: pytest.MonkeyPatch
     """The error is the row, and the other cases still count."""
     honest = oracle.run
 
-    def raising(case: RowNormCase, inputs: Inputs, backend: str | None) -> dict[str, Tensor]:
+    def raising(case: RowNormCase, inputs: Tensors, backend: str | None) -> dict[str, Tensor]:
         if case.verb == "rms_norm":
             raise RuntimeError("no [such] kernel")
         return honest(case, inputs, backend)

@@ -13,7 +13,7 @@ from support import python
 from torch import nn
 
 import kernel_fusion as kf
-from kernel_fusion.bench import model_coverage, model_table, tiny_models, tiny_others
+from kernel_fusion.bench import model_coverage, tiny_models, tiny_others
 from kernel_fusion.bench.tiny_models import Architecture
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of these libraries there are many, about their own futures
@@ -102,7 +102,7 @@ def test_the_checks_find_a_wrong_model() -> None:
     outcome = model_coverage.examine(broken)
     assert not outcome.agrees
     assert "results over budget" in str(outcome.checks["fp32"])
-    text = model_table.page([outcome], "kernel-fusion models")
+    text = model_coverage.page([outcome], "kernel-fusion models")
     assert "- Doubled, fp32: 6 of 6 results over budget" in text
     assert "0 of these (0.0 %) passed" in text
     assert "| Doubled | 1 |  |  |  | fails fp32, fails bf16 |" in text
@@ -116,7 +116,7 @@ def test_a_model_that_cannot_be_made_is_named() -> None:
 
     outcome = model_coverage.examine(Architecture("tests", "none", "Nothing", make, lambda model, seed: {}))
     assert outcome.not_made == "ValueError: no such thing"
-    assert "- Nothing: `ValueError: no such thing`" in model_table.page([outcome], "kernel-fusion models")
+    assert "- Nothing: `ValueError: no such thing`" in model_coverage.page([outcome], "kernel-fusion models")
 
 
 def test_an_8b_llama_on_meta_takes_under_two_seconds() -> None:

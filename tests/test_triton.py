@@ -27,9 +27,17 @@ from kernel_fusion.core.stages import Given
 from kernel_fusion.errors import BackendUnavailableError
 from kernel_fusion.operators import dispatch
 from kernel_fusion.testing import cases
-from kernel_fusion.testing.oracle import Case, PointwiseCase, ReduceCase, RowNormCase, SoftmaxCase, StagedNormCase
+from kernel_fusion.testing.oracle import (
+    Case,
+    PointwiseCase,
+    ReduceCase,
+    RowNormCase,
+    SoftmaxCase,
+    StagedNormCase,
+    Tensors,
+)
 from kernel_fusion.testing.rotary import RotaryCase
-from kernel_fusion.testing.row_norms import GatedNormCase, Inputs, ModulatedNormCase
+from kernel_fusion.testing.row_norms import GatedNormCase, ModulatedNormCase
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 DEVICE = TRITON.device
@@ -44,7 +52,7 @@ def _first(result: Any) -> Tensor:
 class SteppedNormCase(RowNormCase):
     """Rows whose first half lies far off the second: what is known of the mean after one block is far from it."""
 
-    def make_inputs(self, device: torch.device | str, seed: int = 0) -> Inputs:
+    def make_inputs(self, device: torch.device | str, seed: int = 0) -> Tensors:
         """x with a step of a thousand standard deviations."""
         inputs = super().make_inputs(device, seed)
         with torch.no_grad():

@@ -26,11 +26,6 @@ class Change:
         """After over before."""
         return self.after.median_ms / self.before.median_ms
 
-    @property
-    def beyond_noise(self) -> bool:
-        """See the function."""
-        return beyond_noise(self.before, self.after, self.measurement.device)
-
 
 def beyond_noise(before: Timing, after: Timing, device: str) -> bool:
     """Whether the medians are further apart than noise, and each lies outside the other's inter-quartile range."""
@@ -66,7 +61,8 @@ def compare(before: Results, after: Results) -> Comparison:
     ]
     floors = [change.ratio for change in changes if change.measurement.provider == FLOOR]
     mine = [change for change in changes if change.measurement.provider.startswith(OURS)]
-    changed = sorted((change for change in mine if change.beyond_noise), key=lambda change: change.ratio)
+    beyond = (change for change in mine if beyond_noise(change.before, change.after, change.measurement.device))
+    changed = sorted(beyond, key=lambda change: change.ratio)
     faster = [change for change in changed if change.ratio < 1]
     slower = [change for change in reversed(changed) if change.ratio > 1]
     return Comparison(len(mine), faster, slower, statistics.geometric_mean(floors) if floors else None)

@@ -59,7 +59,6 @@ class Fields:
     """An object read from a file.
 
     Attributes:
-        values: its values by name.
         where: the prefix of a name in errors, such as "measurements[3].".
     """
 
@@ -67,11 +66,7 @@ class Fields:
     where: str = ""
 
     def get(self, name: str, rule: Rule, default: Any = _REQUIRED) -> Any:
-        """The value called `name`, checked by `rule`.
-
-        Raises:
-            ValueError: the rule fails, or the value is missing and has no default.
-        """
+        """The value called `name`; ValueError if `rule` fails, or it is missing and has no default."""
         value = self.values.get(name)
         if value is None and default is not _REQUIRED:
             return default

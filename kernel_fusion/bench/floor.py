@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kernel_fusion.bench.providers import Contender
 from kernel_fusion.bench.workloads import Call, Direction, Inputs, Part, Traffic, Workload
 
 # Bytes per second that a read-only kernel reaches on large tensors, by a part of the device's name.
@@ -35,7 +36,7 @@ METHOD = (
 
 
 @dataclass(frozen=True)
-class Floor:
+class Floor(Contender):
     """A contender that only moves bytes."""
 
     name: str = "floor"
@@ -43,9 +44,10 @@ class Floor:
 
     def prepare(self, direction: Direction, workload: Workload, inputs: Inputs) -> Call:
         """The kernels of `direction`, on contiguous tensors whatever the layout of the inputs."""
+        parts: tuple[Part, ...] = ("forward", "backward") if direction == "forward+backward" else (direction,)
         calls = [
             call
-            for part in _PARTS[direction]
+            for part in parts
             for call in (*workload.products(part, inputs), *_moves(workload.traffic(part), inputs))
         ]
         if len(calls) == 1:
@@ -65,13 +67,6 @@ def computed_ms(direction: Direction, workload: Workload, device: torch.device) 
 
 def _reads_only(traffic: Traffic) -> bool:
     return traffic.written * _READ_ONLY_FROM <= traffic.read and traffic.read > 0
-
-
-_PARTS: dict[Direction, tuple[Part, ...]] = {
-    "forward": ("forward",),
-    "backward": ("backward",),
-    "forward+backward": ("forward", "backward"),
-}
 
 
 def _moves(traffic: Traffic, inputs: Inputs) -> list[Call]:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from kernel_fusion.bench import timing
 from kernel_fusion.bench.providers import call_of
-from kernel_fusion.bench.timing import FULL, QUICK, Effort, Outcomes, Timing
+from kernel_fusion.bench.timing import FULL, QUICK, Outcomes, Timing
 from kernel_fusion.bench.units import number, time_unit
-from kernel_fusion.bench.workloads import DIRECTIONS, Call, Direction, Inputs
+from kernel_fusion.bench.workloads import DIRECTIONS, Direction, Inputs
 
 
 @dataclass(frozen=True)
@@ -105,32 +105,15 @@ def compare(
     given = replace(arguments, cotangents=cotangents)
     per_call = sum(t.nbytes for t in given.tensors)
     count = timing.rotating_calls(per_call) if device.type == "cuda" else 1
-    sets = [_copy(given) for _ in range(count)]
+    sets = [given.copy() for _ in range(count)]
     differences = _differences(functions, name, sets[0])
     directions = DIRECTIONS if given.leaves else DIRECTIONS[:1]
     effort = QUICK if quick else FULL
-    return Times(name, {d: _time(functions, d, sets, device, effort) for d in directions}, differences)
-
-
-def _copy(inputs: Inputs) -> Inputs:
-    return replace(inputs.map(lambda _, t: t.clone()), cotangents=tuple(t.clone() for t in inputs.cotangents))
-
-
-def _time(
-    functions: Mapping[str, Callable[..., Any]],
-    direction: Direction,
-    sets: Sequence[Inputs],
-    device: torch.device,
-    effort: Effort,
-) -> Outcomes:
-    def calls(function: Callable[..., Any]) -> list[Call]:
-        return [call_of(function, direction, inputs) for inputs in sets]
-
-    if device.type == "cuda":  # pragma: gpu
-        captured = {name: partial(calls, function) for name, function in functions.items()}
-        return timing.steadied(partial(timing.time_cuda, captured, effort, device))
-    single = {name: partial(call_of, function, direction, sets[0]) for name, function in functions.items()}
-    return timing.steadied(partial(timing.time_calls, single, effort, device))
+    timings = {}
+    for direction in directions:
+        calls = {each: partial(call_of, function, direction) for each, function in functions.items()}
+        timings[direction] = timing.steadied(partial(timing.time_work, calls, sets, effort, device))
+    return Times(name, timings, differences)
 
 
 def _differences(

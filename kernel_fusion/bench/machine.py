@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import shutil
 import subprocess
 from importlib import metadata
 from pathlib import Path
@@ -77,10 +76,7 @@ def cpu_model() -> str:
 
 def gpu_driver() -> str | None:
     """The version of the NVIDIA driver, or None if unknown."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    lines = _output([tool, "--query-gpu=driver_version", "--format=csv,noheader"])
+    lines = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     return lines[0] if lines else None
 
 

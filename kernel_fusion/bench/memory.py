@@ -31,9 +31,11 @@ def measure(results: Results, workload: Workload, setup: Setup) -> Iterator[str]
     """Measure saved and peak bytes of a training step; yields once."""
     (inputs,) = workload.input_sets(setup.device, 1)
     for provider, errors in check.passing(results, workload, setup, inputs).items():
-        saved = saved_bytes(provider, workload, inputs)
-        peak = training_bytes(provider, workload, inputs)
-        results.add(setup, workload, "forward+backward", provider, None, errors, saved, peak)
+        counts = {
+            "saved_bytes": saved_bytes(provider, workload, inputs),
+            "training_memory_bytes": training_bytes(provider, workload, inputs),
+        }
+        results.add(setup, workload, "forward+backward", provider, errors, **counts)
     yield "bytes"
 
 

@@ -11,7 +11,8 @@ import copy
 import pickle
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,11 +23,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 import kernel_fusion as kf
+from kernel_fusion.bench import machine
 from kernel_fusion.bench.timing import num_threads
 from kernel_fusion.bench.tiny_models import Architecture
 
 DRAWS = 16  # one draw says little about a scalar's error
-CHECKS = ("fp32", "bf16", "save and load", "generate", "checkpointing", "compile")
+_COUNTS = ("norms", "gates", "additions", "others")
+_CHECKS = ("fp32", "bf16", "save and load", "generate", "checkpointing", "compile")
 
 
 class NotApplicable(Exception):
@@ -148,7 +151,6 @@ def compare(architecture: Architecture, model: nn.Module, dtype: torch.dtype) ->
 
 
 def _exact(model: nn.Module, inputs: dict[str, Any]) -> Results:
-    """The results in float64."""
     try:
         with InFloat64():
             return run(model, inputs, torch.float64)
@@ -205,7 +207,6 @@ def saves(architecture: Architecture, model: Any) -> str | None:
 
 
 def _pickles(model: Any) -> bool:
-    """Whether the unpatched model can be pickled."""
     try:
         pickle.dumps(model)
     except Exception:  # whatever it holds that cannot be
@@ -214,7 +215,6 @@ def _pickles(model: Any) -> bool:
 
 
 def _loaded(model: Any, inputs: dict[str, Any]) -> Tensor:
-    """The results of the model after saving and loading."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         return _logits(type(model).from_pretrained(folder).eval()(**inputs))
@@ -273,8 +273,7 @@ def examine(architecture: Architecture, compile: bool = False) -> Outcome:
 
 
 def _counts(report: kf.Report) -> dict[str, int]:
-    """How many norms, gates, additions and others were replaced."""
-    counts = dict.fromkeys(("norms", "gates", "additions", "others"), 0)
+    counts = dict.fromkeys(_COUNTS, 0)
     for text in (part for line in report.replaced for part in line.text.split("; ")):
         kind = "gates" if text.startswith("gated_act") else "additions" if "addition before" in text else "others"
         counts["norms" if text.split(",")[0].endswith("_norm") and kind == "others" else kind] += 1
@@ -282,8 +281,6 @@ def _counts(report: kf.Report) -> dict[str, int]:
 
 
 def _checks(architecture: Architecture, model: Any, compile: bool) -> dict[str, Callable[[], str | None]]:
-    """The checks that apply to a model."""
-
     def of_a_copy(check: Callable[[Architecture, Any], str | None]) -> Callable[[], str | None]:
         return lambda: check(architecture, copy.deepcopy(model))
 
@@ -305,3 +302,68 @@ def _checks(architecture: Architecture, model: Any, compile: bool) -> dict[str, 
 def _line(error: Exception) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:150]}"
+
+
+def page(outcomes: Iterable[Outcome], command: str) -> str:
+    """The page on the models that were patched, how they were checked, and what failed, as Markdown."""
+    found = list(outcomes)
+    made = [outcome for outcome in found if outcome.not_made is None]
+    agreeing = [outcome for outcome in made if outcome.agrees]
+    facts = machine.machine(torch.device("cpu"))
+    lines = [
+        "# Models that were patched",
+        "",
+        f"`{command}` wrote this page on {facts['cpu']} ({facts['os']}), with {_versions()}.",
+        "",
+        f"Small models of {len(found)} classes were tried; {len(made)} could be made and trained without a download, "
+        f"and {len(agreeing)} of these ({100 * len(agreeing) / max(1, len(made)):.1f} %) passed every check when "
+        "patched.",
+        "",
+        "Others are activations, softmaxes, modulations, rotary embeddings and what makes their angles. The page "
+        "[Your model in one line](models.md#how-it-was-checked) says what the checks are. Each model passed those "
+        "above its table, except where it says otherwise: `no` is a check that the unpatched model fails, or has no "
+        "method for. Only a sample was compiled.",
+        "",
+    ]
+    if failed := [outcome for outcome in made if not outcome.agrees]:
+        lines += ["## Failed", ""]
+        lines += [f"- {o.name}, {name}: {reason}" for o in failed for name, reason in o.checks.items() if reason]
+        lines.append("")
+    for library, task in dict.fromkeys((outcome.library, outcome.task) for outcome in made):
+        same = [outcome for outcome in made if (outcome.library, outcome.task) == (library, task)]
+        lines += [f"## Checked: {library}, {task}", "", *_section(same), ""]
+    lines += ["## Left as they are", "", *_left(made), ""]
+    lines += ["## Not made", "", "These fail unpatched, with the small sizes that were tried.", ""]
+    lines += [f"- {o.name}: `{o.not_made.replace('`', '')}`" for o in found if o.not_made is not None]
+    lines.append("")
+    return "\n".join(lines)
+
+
+def _versions() -> str:
+    wanted = machine.versions() | {name: machine.installed(name) for name in ("transformers", "diffusers", "timm")}
+    names = ("python", "torch", "transformers", "diffusers", "timm")
+    return ", ".join(f"{name} {wanted[name]}" for name in names if wanted.get(name))
+
+
+def _section(outcomes: list[Outcome]) -> list[str]:
+    """The checks of a task's models, and a row for each model."""
+    checks = [name for name in _CHECKS[:-1] if any(name in o.checks for o in outcomes)]
+    compiled = [o.name for o in outcomes if _CHECKS[-1] in o.checks]
+    rows = [", ".join(checks) + (f"; {_CHECKS[-1]}: {', '.join(compiled)}" if compiled else ""), ""]
+    rows += [f"| {' | '.join(('model', *_COUNTS, 'except'))} |", f"| --- |{' ---: |' * len(_COUNTS)} --- |"]
+    for o in outcomes:
+        counts = [str(o.replaced.get(name) or "") for name in _COUNTS]
+        exceptions = [f"no {name}" for name in checks if name not in o.checks]
+        exceptions += [f"fails {name}" for name, reason in o.checks.items() if reason]
+        rows.append(f"| {' | '.join((o.name, *counts, ', '.join(exceptions)))} |")
+    return rows
+
+
+def _left(outcomes: list[Outcome]) -> list[str]:
+    """Each reason, with the classes of modules that were not patched because of it."""
+    by_reason: dict[str, set[str]] = defaultdict(set)
+    for outcome in outcomes:
+        for line in outcome.left:
+            kind, _, reason = line.partition(": ")
+            by_reason[reason].add(kind)
+    return [f"- {reason}: {', '.join(sorted(kinds))}" for reason, kinds in sorted(by_reason.items())]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -72,10 +72,9 @@ def _chain(name: str, verb: str, activation: str, arguments: Arguments = _PAIR, 
     def pytorch(dropout: Dropout, a: Tensor, b: Tensor | None = None) -> Tensor:
         return unfused.pointwise(verb, a, b, activation, dropout)
 
-    def fused(*operands: Tensor, p: float, backend: str | None) -> Tensor:
+    def fused(*operands: Tensor, p: float, backend: str | None, **options: Any) -> Any:
         probability = {"bias_act": {"dropout_p": p}, "act_dropout": {"p": p}}.get(verb, {})
-        y: Tensor = getattr(kf, verb)(*operands, activation, backend=backend, **probability)
-        return y
+        return getattr(kf, verb)(*operands, activation, backend=backend, **probability, **options)
 
     return Operation(name, verb, arguments, pytorch, fused, **facts)
 
@@ -113,9 +112,9 @@ def _norm(name: str, verb: str, **stages: Any) -> Operation:
         options = {"rms": norm == "rms_norm", "dropout": dropout, **stages}
         return unfused.staged_norm(t["x"], t.get("residual"), *affine, **options)[: len(rows)]
 
-    def fused(*tensors: Tensor, p: float, backend: str | None) -> Any:
+    def fused(*tensors: Tensor, p: float, backend: str | None, **options: Any) -> Any:
         given, weights = tensors[: len(rows)], tensors[len(rows) :]
-        options = {"eps": EPS, "backend": backend, **stages} | ({"dropout_p": p} if verb != norm else {})
+        options |= {"eps": EPS, "backend": backend, **stages} | ({"dropout_p": p} if verb != norm else {})
         return getattr(kf, verb)(*given, tensors[0].shape[-1:], *weights, **options)
 
     return Operation(name, verb, _with_rows(*parameters, tensors=rows), pytorch, fused, ("y", "h")[: len(rows)])
@@ -152,9 +151,8 @@ def _reductions() -> list[Operation]:
         def pytorch(_: Dropout, x: Tensor) -> Tensor:
             return unfused.reduce(verb, x, dims[which])
 
-        def fused(x: Tensor, p: float, backend: str | None) -> Tensor:
-            y: Tensor = getattr(kf, verb)(x, dims[which], backend=backend)
-            return y
+        def fused(x: Tensor, p: float, backend: str | None) -> Any:
+            return getattr(kf, verb)(x, dims[which], backend=backend)
 
         overflows = (verb, which) == ("sum_squared", "all")  # in fp16, from 65504 normal numbers on
         dtypes = (torch.float32, torch.bfloat16) if overflows else None
@@ -223,8 +221,7 @@ def _cupy_relu_layer_norm(cupy: Any) -> Function:
     return call
 
 
-@lru_cache
-def bare_norm(verb: str, weight: torch.dtype, layout: str = "contiguous") -> Operation:
+def _bare_norm(verb: str) -> Operation:
     """A norm alone, called as users call it. The few bytes of weight and bias do not count."""
     rms = verb == "rms_norm"
     own: Function = F.rms_norm if rms else F.layer_norm
@@ -232,14 +229,14 @@ def bare_norm(verb: str, weight: torch.dtype, layout: str = "contiguous") -> Ope
 
     def arguments(shape: Shape, dtype: torch.dtype) -> list[Argument]:
         affine = {"weight": 1.0} if rms else {"weight": 1.0, "bias": 0.5}
-        x = Argument("x", shape, dtype, 0.5, 2.0, layout)
-        return [x, *(Argument(n, shape[-1:], weight, mean, shared=True, moved=False) for n, mean in affine.items())]
+        x = Argument("x", shape, dtype, 0.5, 2.0)
+        return [x, *(Argument(n, shape[-1:], dtype, mean, shared=True, moved=False) for n, mean in affine.items())]
 
     def pytorch(_: Dropout, x: Tensor, *affine: Tensor) -> Any:
-        if x.dtype == weight:
+        if x.dtype == affine[0].dtype:
             return own(x, x.shape[-1:], *affine)
         # PyTorch refuses mixed dtypes, so its users compute in the widest one and round.
-        wide = torch.promote_types(x.dtype, weight)
+        wide = torch.promote_types(x.dtype, affine[0].dtype)
         return own(x.to(wide), x.shape[-1:], *(t.to(wide) for t in affine)).to(x.dtype)
 
     def fused(x: Tensor, *affine: Tensor, p: float, backend: str | None) -> Any:
@@ -250,7 +247,8 @@ def bare_norm(verb: str, weight: torch.dtype, layout: str = "contiguous") -> Ope
     def judged(workload: Workload, inputs: Inputs) -> tuple[oracle.Reference, dict[str, Tensor]]:
         x, *affine = inputs.arguments.values()
         part = replace(case_of(workload), shape=tuple(x.shape), layout="contiguous")
-        tensors = oracle.Inputs(x, *affine, *[None] * (2 - len(affine)), *inputs.cotangents)
+        weight, bias = [*affine, None][:2]
+        tensors = oracle.tensors(x, weight, bias, *inputs.cotangents)
         return oracle.reference(part, tensors), oracle.pytorch(part, tensors)
 
     return Operation(verb, verb, arguments, pytorch, fused, backward_writes=("x",), judged=judged, bare=True)
@@ -263,6 +261,7 @@ def case_of(workload: Workload) -> RowNormCase:
     return RowNormCase(workload.verb, workload.shape, workload.dtype, weight=weight, bias=bias, layout=x.layout)
 
 
+BARE_NORMS = {verb: _bare_norm(verb) for verb in NORMS}
 # Two-dimensional.
 OPERATIONS = [
     *(*_pointwise(), *_norms(), *_reductions(), _softmax("softmax")),
@@ -275,26 +274,22 @@ SCORES = [
     _scores("causal attention weights", weights=True),
 ]
 
-_BY_NAME = {operation.name: operation for operation in OPERATIONS}
+BY_NAME = {operation.name: operation for operation in (*OPERATIONS, *SCORES)}
 
 # maximum 2, mean 1, variance 2, subtraction 2, division 2, weight 2, bias 2; PyTorch: relu 2, layer_norm 2.
-RELU_LAYER_NORM = replace(_BY_NAME["relu+layer_norm"], passes={"pytorch": 4, "cupy": 13}, cupy=_cupy_relu_layer_norm)
+RELU_LAYER_NORM = replace(BY_NAME["relu+layer_norm"], passes={"pytorch": 4, "cupy": 13}, cupy=_cupy_relu_layer_norm)
 
 # Single workloads by name: the bare norms and all operations.
-CASES = tuple(dict.fromkeys((*NORMS, *(operation.name for operation in (*OPERATIONS, *SCORES)))))
+CASES = tuple(dict.fromkeys((*NORMS, *BY_NAME)))
 
 
 def case_workload(name: str, sizes: tuple[int, int], dtype: torch.dtype) -> Workload:
-    """The workload of `CASES` called `name`, with these numbers of rows and columns.
-
-    Raises:
-        ValueError: there is none, or not in this dtype.
-    """
+    """The workload of `CASES` called `name`, with these rows and columns; ValueError if there is none in this dtype."""
     if name not in CASES:
         raise ValueError(f"no case is called {name}; there are: {', '.join(map(repr, CASES))}")
     if name in NORMS:
-        return Workload("x".join(map(str, sizes)), bare_norm(name, dtype), sizes, dtype, grouped=False)
-    what = next(operation for operation in (*OPERATIONS, *SCORES) if operation.name == name)
+        return Workload("x".join(map(str, sizes)), BARE_NORMS[name], sizes, dtype, grouped=False)
+    what = BY_NAME[name]
     if what.dtypes is not None and dtype not in what.dtypes:
         raise ValueError(f"{name} has no {dtype_name(dtype)}")
     shape = (SCORES_BATCH, *sizes) if what in SCORES else sizes

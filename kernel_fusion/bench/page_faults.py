@@ -33,11 +33,7 @@ def faults() -> int:
 
 @contextmanager
 def settled(largest: int = _THRESHOLD) -> Iterator[None]:
-    """Within, tensors up to `largest` bytes reuse freed memory; larger ones get new memory.
-
-    Raises:
-        BuildError: the extension, which sets this, cannot be loaded.
-    """
+    """Within, tensors up to `largest` bytes reuse freed memory; larger ones get new memory. The extension sets this."""
     loader.keep_memory(largest)
     try:
         yield

@@ -11,13 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
-from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from kernel_fusion.bench import quantised, rotary
+from kernel_fusion.bench import quantised, stages
 from kernel_fusion.bench.machine import installed
 from kernel_fusion.bench.operations import case_of
 from kernel_fusion.bench.providers import Provider, ours
@@ -106,7 +105,7 @@ def _cupy() -> Provider:
     )
 
 
-_ROPE_OF_BOTH = tuple(operation.name for operation in rotary.ROPE_OF_BOTH)
+_ROPE_OF_BOTH = tuple(operation.name for operation in stages.ROPE_OF_BOTH)
 # No offset, fp32 throughout with one rounding as in PyTorch, and dy is not overwritten.
 _LIGER_RMS = 0.0, "gemma", False
 
@@ -145,7 +144,7 @@ def _fla() -> Provider:
     rope = importlib.import_module("fla.modules.rotary").rotary_embedding
     calls: dict[str, Function] = {
         "gated rms_norm": lambda x, gate, weight: gated(x, gate, weight, None, "swish", eps=EPS),
-        rotary.ROPE.name: lambda x, cos, sin: rope(x[None], cos, sin)[0],
+        stages.ROPE.name: lambda x, cos, sin: rope(x[None], cos, sin)[0],
     }
     return _library("fla", "fla-core", {}, calls)
 
@@ -199,7 +198,7 @@ def _quack() -> Provider:
     rotate = importlib.import_module("quack.rotary").apply_rotary_emb
     calls: dict[str, Function] = {
         "add+rms_norm": lambda x, residual, weight: module.rmsnorm(x, weight, residual=residual, eps=EPS, prenorm=True),
-        rotary.ROPE.name: lambda x, cos, sin: rotate(x[None], cos, sin)[0],
+        stages.ROPE.name: lambda x, cos, sin: rotate(x[None], cos, sin)[0],
     }
     return _library("quack", "quack-kernels", norms, calls, f32_weights=("layer_norm",))
 
@@ -238,7 +237,7 @@ def _apex() -> Provider:
         "layer_norm": lambda eps: lambda x, w, bias: module.fused_layer_norm_affine(x, w, bias, w.shape, eps),
         "rms_norm": lambda eps: lambda x, w: module.fused_rms_norm_affine(x, w, w.shape, eps),
     }
-    return _library("apex", "apex", norms)
+    return _library("apex", "apex", norms, {})
 
 
 # flash-attn's norms refuse longer rows.
@@ -254,7 +253,7 @@ def _flash_attn() -> Provider:
         "layer_norm": lambda eps: partial(module.layer_norm_fn, eps=eps),
         "rms_norm": lambda eps: lambda x, weight: module.rms_norm_fn(x, weight, None, eps=eps),
     }
-    return _library("flash-attn", "flash-attn", norms, longest=_FLASH_ROW_BYTES)
+    return _library("flash-attn", "flash-attn", norms, {}, longest=_FLASH_ROW_BYTES)
 
 
 def holding_a_row(configs: list[Any], named_args: dict[str, Any], **kwargs: Any) -> list[Any]:
@@ -270,7 +269,7 @@ def _library(
     name: str,
     distribution: str,
     norms: Norms,
-    calls: Mapping[str, Function] = MappingProxyType({}),
+    calls: Mapping[str, Function],
     *,
     longest: float = math.inf,
     dtypes: tuple[torch.dtype, ...] | None = None,

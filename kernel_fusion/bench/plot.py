@@ -6,8 +6,8 @@ Cells with noisy times stay empty and say so. Lines join points over row lengths
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from kernel_fusion.bench.results import (
     file_name,
     is_of_operations,
     measured,
+    only,
 )
 from kernel_fusion.bench.suite import PlotKind
 from kernel_fusion.bench.units import bytes_unit, dtype_label, shown, time_unit
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 Picture = tuple[str, "Figure"]  # a name for the file, and the figure
 Panels = dict[tuple[str, str], Cells]  # by the titles of row and column
+Draw = Callable[["Axes", Cells, "Styles"], None]
 Values = Callable[[Cell, str], float | None]  # of a contender in a cell
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart. Markers and hatches help in black and white.
@@ -77,7 +79,6 @@ def pictures(results: Results, kinds: Iterable[PlotKind] | None = None) -> Itera
 
 def _speedups(results: Results) -> Iterator[Picture]:
     """Per group and dtype: PyTorch's time divided by that of every other contender."""
-
     beside = {FLOOR, REFERENCE}
 
     def ratio(cell: Cell, provider: str) -> float | None:
@@ -90,25 +91,19 @@ def _speedups(results: Results) -> Iterator[Picture]:
         axes.axvline(1.0, color=style.color, linewidth=1.5, linestyle="dashed", label=style.label, zorder=2.5)
         axes.set_xlabel("times as fast as PyTorch (higher is better)")
 
-    for group, dtype in results.groups:
-        panels = _by_direction(results, group, dtype, lambda m: m.timing is not None)
-        panels = {
-            key: {
-                label: cell for label, cell in cells.items() if REFERENCE in cell and cell.keys() - {FLOOR, REFERENCE}
-            }
-            for key, cells in panels.items()
+    def comparable(group: str, dtype: str) -> Panels:
+        timed = _timed(results, group, dtype)
+        return {
+            key: {label: cell for label, cell in cells.items() if REFERENCE in cell and cell.keys() - beside}
+            for key, cells in timed.items()
         }
-        what = f"{group}, {dtype_label(dtype)}: speed-up over PyTorch"
-        yield from _figure(results, f"{group}-{dtype_label(dtype)}-speedup", what, panels, draw)
+
+    return _figures(results, "speedup", "speed-up over PyTorch", comparable, draw)
 
 
 def _times(results: Results) -> Iterator[Picture]:
     """Per group and dtype: times over the floor, if there is one; for a single operation, times and bandwidths."""
-    for group, dtype in results.groups:
-        panels = _by_direction(results, group, dtype, lambda m: m.timing is not None)
-        yield from _figure(
-            results, f"{group}-{dtype_label(dtype)}-time", f"{group}, {dtype_label(dtype)}: time", panels, _draw_times
-        )
+    return _figures(results, "time", "time", partial(_timed, results), _draw_times)
 
 
 def _draw_times(axes: Axes, cells: Cells, look: Styles) -> None:
@@ -131,7 +126,6 @@ def _draw_times(axes: Axes, cells: Cells, look: Styles) -> None:
 
 
 def _time_bars(axes: Axes, cell: Cell, look: Styles) -> None:
-    """A bar per contender, the floor among them, with its time and bandwidth."""
     timed = [(look[p], m, m.timing) for p in look if (m := cell.get(p)) and m.timing]
     unit = time_unit([timing.median_ms for *_, timing in timed])
     for at, (style, m, timing) in enumerate(reversed(timed)):
@@ -186,17 +180,16 @@ def _draw_bandwidth(axes: Axes, cells: Cells, look: Styles) -> None:
 def _memory(results: Results) -> Iterator[Picture]:
     """Per group and dtype: bars for the peak of a training step, diamonds for what autograd saved."""
     devices = {place.device: place for place in results.places}  # threads change no bytes
-    for group, dtype in results.groups:
-        panels: Panels = {}
-        for device, place in devices.items():
-            cells = results.cells(group, dtype, None, place)
-            cells = {
-                label: {p: m for p, m in cell.items() if m.training_memory_bytes is not None}
-                for label, cell in cells.items()
-            }
-            panels[device if len(devices) > 1 else "", ""] = {label: cell for label, cell in cells.items() if cell}
-        what = f"{group}, {dtype_label(dtype)}: memory of a training step"
-        yield from _figure(results, f"{group}-{dtype_label(dtype)}-memory", what, panels, _draw_memory)
+
+    def counted(group: str, dtype: str) -> Panels:
+        return {
+            (device if len(devices) > 1 else "", ""): only(
+                results.cells(group, dtype, None, place), lambda m: m.training_memory_bytes is not None
+            )
+            for device, place in devices.items()
+        }
+
+    return _figures(results, "memory", "memory of a training step", counted, _draw_memory)
 
 
 def _draw_memory(axes: Axes, cells: Cells, look: Styles) -> None:
@@ -251,19 +244,7 @@ def styles(results: Results) -> dict[str, Style]:
     return found
 
 
-@contextmanager
-def _without_formulas() -> Iterator[None]:
-    """Within, a dollar sign does not begin a formula."""
-    from matplotlib import rc_context
-
-    with rc_context({"text.parse_math": False}):
-        yield
-
-
-@_without_formulas()
-def _draw(
-    results: Results, what: str, panels: Panels, draw: Callable[[Axes, Cells, Styles], None], height: float | None
-) -> Figure:
+def _draw(results: Results, what: str, panels: Panels, draw: Draw, height: float | None) -> Figure:
     # Unlike a pyplot figure, this one needs no display and leaves no global state.
     from matplotlib.figure import Figure
 
@@ -291,17 +272,28 @@ def _draw(
 
 
 def _figure(
-    results: Results,
-    name: str,
-    what: str,
-    panels: Panels,
-    draw: Callable[[Axes, Cells, Styles], None],
-    height: float | None = None,
+    results: Results, name: str, what: str, panels: Panels, draw: Draw, height: float | None = None
 ) -> Iterator[Picture]:
     """A figure of all panels with data, with one legend; `height` is for panels without categories."""
+    from matplotlib import rc_context
+
     panels = {key: cells for key, cells in panels.items() if cells}
     if panels:
-        yield name, _draw(results, what, panels, draw, height)
+        with rc_context({"text.parse_math": False}):  # a dollar sign begins no formula
+            figure = _draw(results, what, panels, draw, height)
+        yield name, figure
+
+
+def _figures(
+    results: Results, kind: str, what: str, panels: Callable[[str, str], Panels], draw: Draw
+) -> Iterator[Picture]:
+    for group, dtype in results.groups:
+        name = dtype_label(dtype)
+        yield from _figure(results, f"{group}-{name}-{kind}", f"{group}, {name}: {what}", panels(group, dtype), draw)
+
+
+def _timed(results: Results, group: str, dtype: str) -> Panels:
+    return _by_direction(results, group, dtype, lambda m: m.timing is not None)
 
 
 def _by_direction(results: Results, group: str, dtype: str, wanted: Callable[[Measurement], bool]) -> Panels:
@@ -309,10 +301,8 @@ def _by_direction(results: Results, group: str, dtype: str, wanted: Callable[[Me
     found: Panels = {}
     for place in results.places:
         for direction in results.directions(group, dtype):
-            cells = results.cells(group, dtype, direction, place)
-            kept = {label: {p: m for p, m in cell.items() if wanted(m)} for label, cell in cells.items()}
             title = str(place) if len(results.places) > 1 else ""
-            found[title, direction] = {label: cell for label, cell in kept.items() if cell}
+            found[title, direction] = only(results.cells(group, dtype, direction, place), wanted)
     return found
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,40 +20,28 @@ _Result = TypeVar("_Result")
 _LAUNCH_COUNTERS = {"cpu": ("cpu_forward", "cpu_backward"), "cuda": ("cuda_launch",)}
 
 
-class Contender(Protocol):
-    """Anything that can be timed."""
+@dataclass(frozen=True)
+class Contender:
+    """Anything that is measured: its name in tables and files, and the version of its library."""
 
-    @property
-    def name(self) -> str:
-        """Its name in tables and files."""
-
-    @property
-    def version(self) -> str:
-        """The version of the library."""
-
-    def prepare(self, direction: Direction, workload: Workload, inputs: Inputs) -> Call:
-        """A call that does the work of `direction` on `inputs` and returns its results."""
+    name: str
+    version: str
 
 
 @dataclass(frozen=True)
-class Provider:
+class Provider(Contender):
     """An implementation of the verbs.
 
     Attributes:
-        name, version: see `Contender`.
         function: maps a workload to a differentiable function that does its call.
         backend: our backend, whose kernels must run; None for others.
         f32_weights: the verbs whose weight and bias must be float32.
-        measures: whether it can do a workload.
         convert: turns a tensor into the function's argument, outside the timing; None for tensors.
-        differentiable: whether it has a backward pass.
         in_graphs: whether CUDA graphs can capture its calls.
         in_place: the operations in which it overwrites arguments or dy; it gets copies, made outside the timing.
         variant: the build of our CPU kernels to run; None for the best.
     """
 
-    name: str
-    version: str
     function: Callable[[Workload], Function]
     backend: str | None = None
     f32_weights: tuple[str, ...] = ()
@@ -65,7 +53,7 @@ class Provider:
     variant: str | None = None
 
     def prepare(self, direction: Direction, workload: Workload, inputs: Inputs) -> Call:
-        """See `Contender`. Forward alone is the inference path: no input requires a gradient."""
+        """A call that does the work of `direction`. Forward alone is inference: no input requires a gradient."""
         call = self._run(partial(self._prepare, direction, workload, inputs))
         return call if self.variant is None else partial(self._run, call)
 
@@ -105,8 +93,7 @@ class Provider:
     def accepted(self, workload: Workload, inputs: Inputs) -> Inputs:
         """The inputs, with weight and bias in a dtype that the provider takes, or copies that it may overwrite."""
         if workload.what.name in self.in_place:
-            copies = inputs.map(lambda _, t: t.clone())
-            return replace(copies, cotangents=tuple(t.clone() for t in inputs.cotangents))
+            return inputs.copy()
         if workload.verb not in self.f32_weights:
             return inputs
         return inputs.map(lambda name, t: t.float() if name in ("weight", "bias") else t)
@@ -136,13 +123,7 @@ def pytorch() -> Provider:
 
 
 def ours(backend: str, explicit: bool | None = None) -> Provider:
-    """Our verbs on `backend`.
-
-    Args:
-        backend: its name.
-        explicit: whether calls name the backend, which costs host time; users' calls don't. None means no on a CPU,
-            because the host's time is part of every measurement there.
-    """
+    """Our verbs on `backend`, which calls name if `explicit`; by default not on a CPU, since that takes host time."""
     if explicit is None:
         explicit = backend != "cpu"
 

@@ -31,7 +31,6 @@ def write(runs: Iterable[Results], path: Path) -> None:
 
 
 def _run(anchor: str, results: Results) -> dict[str, Any]:
-    """A run as the template shows it."""
     pictures = list(_pictures(results))
     return {
         "anchor": anchor,
@@ -43,7 +42,6 @@ def _run(anchor: str, results: Results) -> dict[str, Any]:
 
 
 def _pictures(results: Results) -> Iterator[tuple[str, str]]:
-    """The data address of each picture, and what it shows."""
     for _, figure in plot.pictures(results):
         drawn = io.BytesIO()
         figure.savefig(drawn, format="png")

@@ -10,7 +10,7 @@ import datetime
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,6 @@ class Measurement:
 
     Attributes:
         configuration: the name of a shape, or the shape itself.
-        device, threads: as in `Place`.
         operation: the variant of a verb, if it has variants.
         bytes_moved: what must move, or what this contender is known to move.
         loss: of a model, before training.
@@ -118,6 +117,12 @@ def measured(cells: Cells) -> list[Measurement]:
     return [m for cell in cells.values() for m in cell.values()]
 
 
+def only(cells: Cells, wanted: Callable[[Measurement], bool]) -> Cells:
+    """The cells with the wanted measurements alone, without those that have none."""
+    kept = {label: {p: m for p, m in cell.items() if wanted(m)} for label, cell in cells.items()}
+    return {label: cell for label, cell in kept.items() if cell}
+
+
 def is_of_operations(cells: Cells) -> bool:
     """Whether the cells are operations of one shape."""
     return any(m.operation for m in measured(cells))
@@ -140,9 +145,7 @@ class Results:
     """A run of one suite.
 
     Attributes:
-        suite, title: as in `Suite`.
         about: where, when and how, by the names of `ABOUT`; command and date.
-        interrupted: whether the run has not finished.
     """
 
     suite: str
@@ -213,31 +216,15 @@ class Results:
         workload: Workload,
         direction: str,
         contender: Contender,
-        timing: Timing | None = None,
-        comparisons: Sequence[Comparison] = (),
-        saved_bytes: int | None = None,
-        training_bytes: int | None = None,
-        bytes_moved: int | None = None,
-        loss: float | None = None,
+        comparisons: Sequence[Comparison],
+        **found: Any,
     ) -> None:
-        """Add a measurement of a contender."""
-        self.measurements.append(
-            Measurement(
-                device=setup.place.device,
-                threads=setup.place.threads,
-                direction=direction,
-                provider=contender.name,
-                provider_version=contender.version,
-                timing=timing,
-                bytes_moved=bytes_moved,
-                saved_bytes=saved_bytes,
-                training_memory_bytes=training_bytes,
-                loss=loss,
-                errors={c.name: c.error for c in comparisons},
-                excesses={c.name: c.excess for c in comparisons},
-                **workload.facts,
-            )
-        )
+        """Add a measurement of a contender: its errors, and the fields of `Measurement` in `found`."""
+        found["errors"] = {c.name: c.error for c in comparisons}
+        found["excesses"] = {c.name: c.excess for c in comparisons}
+        who = {"provider": contender.name, "provider_version": contender.version}
+        facts = workload.facts | asdict(setup.place) | who | found
+        self.measurements.append(Measurement(direction=direction, **facts))
 
     def add_times(
         self,
@@ -255,10 +242,12 @@ class Results:
             if isinstance(outcome, str):
                 self.fail(setup, contender.name, workload, f"{direction}: {outcome}")
                 continue
-            num_bytes = (training_bytes or {}).get(contender)
-            moved = workload.bytes_moved(direction, contender.name) if direction in DIRECTIONS else None
-            judged = errors.get(contender, ())
-            self.add(setup, workload, direction, contender, outcome, judged, None, num_bytes, moved)
+            found = {
+                "timing": outcome,
+                "training_memory_bytes": (training_bytes or {}).get(contender),
+                "bytes_moved": workload.bytes_moved(direction, contender.name) if direction in DIRECTIONS else None,
+            }
+            self.add(setup, workload, direction, contender, errors.get(contender, ()), **found)
 
     def fail(self, setup: Setup, provider: str, workload: Workload, reason: str) -> None:
         """Note why `provider` was not measured on `workload`, or not completely."""
@@ -312,20 +301,16 @@ def _results(head: Fields) -> Results:
     facts = head.object("machine")
     facts.get("cpu", NAME)
     facts.get("gpu", NAME, None)
-    about = head.values | {part: head.facts(part) for part in ABOUT}
-    about |= {"command": head.get("command", TEXT), "date": head.get("date", NAME)}
-    found = Results(
+    about = {"command": head.get("command", TEXT), "date": head.get("date", NAME)}
+    return Results(
         head.get("suite", NAME),
         head.get("title", NAME),
         head.get("quick", FLAG),
-        about,
+        about | {part: head.facts(part) for part in ABOUT},
         [_measurement(record) for record in head.objects("measurements")],
         [Failure(**{f.name: each.get(f.name, TEXT) for f in fields(Failure)}) for each in head.objects("failures")],
         head.get("interrupted", FLAG),
     )
-    for name in ("suite", "title", "quick", "interrupted", "measurements", "failures"):
-        del about[name]
-    return found
 
 
 def file_name(name: str) -> str:

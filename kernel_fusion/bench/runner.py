@@ -14,12 +14,12 @@ import torch
 
 from kernel_fusion.bench import check, floor, host, memory, page_faults, plot, results, steps, summary, timing
 from kernel_fusion.bench.floor import Floor
-from kernel_fusion.bench.providers import Contender, Provider
+from kernel_fusion.bench.providers import Provider
 from kernel_fusion.bench.results import Results
 from kernel_fusion.bench.suite import Kind, Suite
 from kernel_fusion.bench.timing import Outcomes, Setup, Timing
 from kernel_fusion.bench.units import dtype_label
-from kernel_fusion.bench.workloads import Call, Direction, Inputs, Workload
+from kernel_fusion.bench.workloads import Direction, Inputs, Workload
 from kernel_fusion.core.spec import dtype_name
 
 
@@ -133,42 +133,38 @@ def measure_kernels(results: Results, workload: Workload, setup: Setup) -> Itera
     training_bytes = {provider: memory.training_bytes(provider, workload, sets[0]) for provider in differentiable}
     yield "checked"
     for direction in setup.directions:
-        contenders: list[Contender] = [Floor(), *(errors if direction == "forward" else differentiable)]
+        contenders = [Floor(), *(errors if direction == "forward" else differentiable)]
         outcomes = time_direction(workload, direction, contenders, sets, setup)
         results.add_times(setup, workload, direction, contenders, outcomes, errors, training_bytes)
         yield direction
 
 
 def time_direction(
-    workload: Workload, direction: Direction, contenders: Sequence[Contender], sets: Sequence[Inputs], setup: Setup
+    workload: Workload,
+    direction: Direction,
+    contenders: Sequence[Floor | Provider],
+    sets: Sequence[Inputs],
+    setup: Setup,
 ) -> Outcomes:
-    """Time the contenders in turns; on a GPU over all sets of inputs. Noisy times are measured once more."""
+    """Time the contenders in turns. Noisy times are measured once more."""
     known: Outcomes = {}
     if (ms := floor.computed_ms(direction, workload, setup.device)) is not None:
         known = {Floor().name: Timing(ms, ms, ms, 0, 0)}
         contenders = [c for c in contenders if c.name not in known]
-
-    def prepare(contender: Contender) -> list[Call]:
-        return [contender.prepare(direction, workload, inputs) for inputs in sets]
-
-    if setup.device.type == "cuda":  # pragma: gpu
-        calls = {c.name: partial(prepare, c) for c in contenders}
-        launched = [c.name for c in contenders if isinstance(c, Provider) and not c.in_graphs]
-        return known | timing.steadied(lambda: timing.time_cuda(calls, setup.effort, setup.device, launched))
-    single = {c.name: partial(c.prepare, direction, workload, sets[0]) for c in contenders}
-    return known | timing.steadied(lambda: _time_calls(single, direction, setup))
+    calls = {c.name: partial(c.prepare, direction, workload) for c in contenders}
+    launched = [c.name for c in contenders if isinstance(c, Provider) and not c.in_graphs]
+    measure = partial(timing.time_work, calls, sets, setup.effort, setup.device, launched)
+    settled = partial(_settled, measure, direction) if setup.settles_memory else measure
+    return known | timing.steadied(settled)
 
 
-def _time_calls(calls: Mapping[str, Callable[[], Call]], direction: Direction, setup: Setup) -> Outcomes:
-    """Time single calls. A setup may ask for settled memory, and for forward in reused memory as well."""
-    if not setup.settles_memory:
-        return timing.time_calls(calls, setup.effort, setup.device)
+def _settled(measure: Callable[[], Outcomes], direction: Direction) -> Outcomes:
     with page_faults.settled():
-        outcomes = timing.time_calls(calls, setup.effort, setup.device)
+        outcomes = measure()
     if direction != "forward":
         return outcomes
     with page_faults.reused():
-        return timing.with_reused(outcomes, timing.time_calls(calls, setup.effort, setup.device))
+        return timing.with_reused(outcomes, measure())
 
 
 MEASURES: dict[Kind, Callable[[Results, Workload, Setup], Iterator[str]]] = {

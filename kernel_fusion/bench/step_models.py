@@ -8,6 +8,7 @@ a slower kernel than eager ones.
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,13 +31,11 @@ class Architecture:
     """A model to train.
 
     Attributes:
-        name: its name on the command line.
-        title: its name in tables.
+        name, title: on the command line, and in tables.
         batch, length: sequences of a step, and tokens of each.
         hidden: the row length of its norms.
         make: makes the model; True for a small one of the same kind, for CPUs.
         inputs: makes random keyword arguments of a step, given whether the model is the small one.
-        loss: computes the loss from the model's output.
         small_length: tokens of a sequence of the small one.
         liger: the name in `liger_kernel.transformers.apply_liger_kernel_to_*`, or None.
     """
@@ -51,11 +50,6 @@ class Architecture:
     loss: Callable[[Any], Tensor] = lambda output: output.loss
     liger: str | None = None
     small_length: int = 16
-
-    def rows(self, small: bool) -> int:
-        """Tokens of a step."""
-        batch, length = self.sizes(small)
-        return batch * length
 
     def sizes(self, small: bool) -> tuple[int, int]:
         """Sequences of a step and tokens of each."""
@@ -82,8 +76,7 @@ def hugging_face(
 ) -> Any:
     """A transformers model with random weights, by the names of its class and its configuration's class.
 
-    Args:
-        sizes: fields of the configuration; `small` overrides them if `is_small`.
+    `sizes` are fields of the configuration; `small` overrides them if `is_small`.
     """
     transformers: Any = importlib.import_module("transformers")
     transformers.AttentionInterface.register(_ATTENTION, _attention)
@@ -245,7 +238,7 @@ class Step:
         hidden = 64 if self.small else self.architecture.hidden
         return {
             **{"configuration": self.name, "verb": self.verb, "operation": None, "layout": "contiguous"},
-            **{"rows": self.architecture.rows(self.small), "cols": hidden},
+            **{"rows": math.prod(self.architecture.sizes(self.small)), "cols": hidden},
             **{"dtype": dtype, "weight_dtype": dtype, "bias_dtype": dtype},
         }
 
@@ -261,11 +254,7 @@ class Steps:
     verbs = tuple(ARCHITECTURES)
 
     def with_shapes(self, sizes: Sequence[tuple[int, int]]) -> Steps:
-        """See `Part`.
-
-        Raises:
-            ValueError: always, since a model has its shapes.
-        """
+        """See `Part`. Raises ValueError, since a model has its shapes."""
         raise ValueError("training steps have the shapes of their models")
 
     def workloads(self, device: str, dtype: torch.dtype, verb: str, weights: torch.dtype | None) -> list[Workload]:

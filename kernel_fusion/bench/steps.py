@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 import kernel_fusion as kf
 from kernel_fusion.bench import memory, timing
+from kernel_fusion.bench.providers import Contender
 from kernel_fusion.bench.results import COMPILED, OURS, REFERENCE, Results
 from kernel_fusion.bench.step_models import Step
 from kernel_fusion.bench.timing import Setup
@@ -50,11 +51,9 @@ METHOD = {
 
 
 @dataclass(frozen=True)
-class Trainee:
-    """A contender: name, version, its copy of the model, and a context to run it in."""
+class Trainee(Contender):
+    """A contender with its copy of the model, and a context to run it in."""
 
-    name: str
-    version: str
     model: nn.Module
     during: Callable[[], Any] = nullcontext
 
@@ -127,7 +126,8 @@ def measure(results: Results, workload: Workload, setup: Setup) -> Iterator[str]
     for trainee in right:
         for _ in range(_WARM_UP):
             training.train(trainee)
-        taken[trainee] = training.saved_bytes(trainee), training.peak_bytes(trainee)
+        saved, peak = training.saved_bytes(trainee), training.peak_bytes(trainee)
+        taken[trainee] = {"saved_bytes": saved, "training_memory_bytes": peak}
     yield "memory"
     calls: Mapping[str, Callable[[], Call]] = {t.name: partial(partial, training.train, t) for t in right}
     outcomes = timing.time_calls(calls, setup.effort, setup.device)
@@ -136,8 +136,8 @@ def measure(results: Results, workload: Workload, setup: Setup) -> Iterator[str]
         if isinstance(outcome, str):
             results.fail(setup, trainee.name, workload, outcome)
             continue
-        contender = cast("Any", trainee)
-        results.add(setup, workload, "step", contender, outcome, [comparison], *taken[trainee], loss=losses[trainee])
+        measured: dict[str, Any] = {"timing": outcome, "loss": losses[trainee], **taken[trainee]}
+        results.add(setup, workload, "step", trainee, [comparison], **measured)
     yield "time"
 
 
@@ -180,11 +180,8 @@ def trainees(training: Training, names: Sequence[str]) -> dict[str, Callable[[],
 
 def _ligers(training: Training) -> dict[str, Callable[[], Trainee]]:
     if training.step.architecture.liger is not None:
-        same_scope = {"fused_linear_cross_entropy": False}
-        return {
-            LIGER: partial(_patched_by_liger, training, LIGER, same_scope),
-            f"{LIGER}-full": partial(_patched_by_liger, training, f"{LIGER}-full", {}),
-        }
+        left_out = {LIGER: {"fused_linear_cross_entropy": False}, f"{LIGER}-full": {}}
+        return {name: partial(_patched_by_liger, training, name, options) for name, options in left_out.items()}
     model = training.shared_copy()
     version = metadata.version("liger-kernel")
     return {LIGER: lambda: Trainee(LIGER, version, model)} if _with_liger_layer_norms(model) else {}

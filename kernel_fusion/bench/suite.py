@@ -1,4 +1,4 @@
-"""What a suite is: parts (bare norms, operations or models) that turn shapes into workloads, and the defaults of a run.
+"""What a suite is: parts (operations or models) that turn shapes into workloads, and the defaults of a run.
 
 `kind` says what is measured (`runner.MEASURES`). suites.py has the suites.
 """
@@ -11,8 +11,6 @@ from typing import Literal, Protocol
 
 import torch
 
-from kernel_fusion.bench import operations
-from kernel_fusion.bench.operations import NORMS
 from kernel_fusion.bench.workloads import DIRECTIONS, Direction, Operation, Workload
 
 Kind = Literal["kernels", "host", "memory", "steps"]
@@ -46,28 +44,7 @@ class Part(Protocol):
         """The same at other shapes (rows, columns), named after themselves."""
 
     def workloads(self, device: str, dtype: torch.dtype, verb: str, weights: torch.dtype | None) -> list[Workload]:
-        """One verb in one dtype at every shape; `weights` is the dtype of bare norms' weight and bias (default: the
-        input's).
-        """
-
-
-@dataclass(frozen=True)
-class Norms:
-    """A `Part`: the bare norms."""
-
-    shapes: Shapes
-    verbs = NORMS
-
-    def with_shapes(self, sizes: Sequence[tuple[int, int]]) -> Norms:
-        """See `Part`."""
-        return Norms(always([plain(*s) for s in sizes]))
-
-    def workloads(self, device: str, dtype: torch.dtype, verb: str, weights: torch.dtype | None) -> list[Workload]:
-        """See `Part`."""
-        return [
-            Workload(shape.name, operations.bare_norm(verb, weights or dtype, shape.layout), shape.sizes, dtype, False)
-            for shape in self.shapes(device, dtype)
-        ]
+        """One verb in one dtype at every shape; `weights` is the dtype of parameters, if bare norms have another."""
 
 
 @dataclass(frozen=True)
@@ -91,15 +68,15 @@ class Operations:
 
     def with_shapes(self, sizes: Sequence[tuple[int, int]]) -> Operations:
         """See `Part`."""
-        return replace(self, shapes=always([plain(*self.batch, *s) for s in sizes]))
+        return replace(self, shapes=fixed(*((*self.batch, *s) for s in sizes)))
 
     def workloads(self, device: str, dtype: torch.dtype, verb: str, weights: torch.dtype | None) -> list[Workload]:
-        """See `Part`. Parameters are in the dtype of the input."""
+        """See `Part`."""
         wanted = [o for o in self.operations if o.verb == verb and (o.dtypes is None or dtype in o.dtypes)]
         return [
-            Workload(shape.name, operation, shape.sizes, dtype, self.grouped)
-            for shape in self.shapes(device, dtype)
-            for operation in wanted
+            Workload(s.name, o, s.sizes, dtype, self.grouped, weights if o.bare else None, s.layout)
+            for s in self.shapes(device, dtype)
+            for o in wanted
         ]
 
 
@@ -109,14 +86,10 @@ class Suite:
 
     Attributes:
         name, title: its names on the command line, and in tables and pictures.
-        about: its purpose in a few words.
         parts, kind: on which workloads, and what is measured.
-        dtypes, quick_dtypes: the defaults.
+        dtypes, directions, peers: the defaults; quick_dtypes, quick_peers: those for `--quick`.
         quick_verbs, quick_parts: the subset for `--quick`, if not all.
-        directions: those measured by default.
-        peers, quick_peers: those measured by default.
         backends: ours, by device type, if not just the device's own.
-        plots: the pictures that a run draws.
         single_thread: whether a CPU is also measured with one thread.
         settles_memory: as in `Setup`.
     """
@@ -175,6 +148,6 @@ def plain(*sizes: int) -> Shape:
     return Shape("x".join(map(str, sizes)), sizes)
 
 
-def always(shapes: Sequence[Shape]) -> Shapes:
+def fixed(*sizes: tuple[int, ...]) -> Shapes:
     """The same shapes whatever the device and dtype."""
-    return lambda device, dtype: shapes
+    return lambda device, dtype: [plain(*s) for s in sizes]

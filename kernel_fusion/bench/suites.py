@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from kernel_fusion.bench import operations, quantised, rotary, stages
+from kernel_fusion.bench import operations, quantised, stages
 from kernel_fusion.bench.operations import NORMS
 from kernel_fusion.bench.step_models import Steps
-from kernel_fusion.bench.suite import Norms, Operations, Shape, Shapes, Suite, always, plain
-from kernel_fusion.bench.transformer_block import BLOCK, BLOCK_WITH_DROPOUT
+from kernel_fusion.bench.suite import Operations, Shape, Shapes, Suite, fixed, plain
 from kernel_fusion.bench.workloads import Direction
 
 # Bytes of a tensor of the suite `odd`: too large for any cache.
@@ -28,9 +27,9 @@ def _odd(device: str, dtype: torch.dtype) -> list[Shape]:
     return [*shapes, Shape(f"{rows(4096)}x4096, stride 4097", (rows(4096), 4096), "padded")]
 
 
-def _host(device: str, dtype: torch.dtype) -> list[Shape]:
-    """Shapes so small that only the host's time is left."""
-    return [plain(64, 1024) if device == "cuda" else plain(1, 64)]
+def _by_device(on_gpu: list[Shape], elsewhere: list[Shape]) -> Shapes:
+    """Fewer rows on a CPU, to save time."""
+    return lambda device, dtype: on_gpu if device == "cuda" else elsewhere
 
 
 _MODELS = {  # (batch, sequence, hidden)
@@ -64,23 +63,19 @@ _CPU_QUICK = ((100, 512), (1000, 1024), (5000, 256), (4096, 4096))
 _SWEEP_QUICK = tuple(256 << power for power in range(8))
 _SWEEP = tuple(cols for power_of_2 in _SWEEP_QUICK for cols in (power_of_2, power_of_2 * 3 // 2))[:-1]
 _MEMORY = tuple((4096, cols) for cols in (1024, 4096, 16384))
-_BLOCK_BATCHES, _BLOCK_COLS = (32, 64, 128), 4096
-
-
-def _blocks(device: str, dtype: torch.dtype) -> list[Shape]:
-    """Sequences of 128 tokens, as published; of one token on a CPU, where only bytes are counted."""
-    tokens = 128 if device == "cuda" else 1
-    return [Shape(f"batch {batch}", (batch * tokens, _BLOCK_COLS)) for batch in _BLOCK_BATCHES]
-
-
-def _scores(device: str, dtype: torch.dtype) -> list[Shape]:
-    """The published size, or a fraction of it on a CPU, where one product takes long."""
-    return [plain(operations.SCORES_BATCH if device == "cuda" else 2, 2048, 2048)]
+# So small that only the host's time is left.
+_HOST = _by_device([plain(64, 1024)], [plain(1, 64)])
+# The published size, or a fraction of it on a CPU, where one product takes long.
+_SCORES_SHAPES = _by_device([plain(operations.SCORES_BATCH, 2048, 2048)], [plain(2, 2048, 2048)])
+# Sequences of 128 tokens, as published; of one token on a CPU, where only bytes are counted.
+_BLOCKS = _by_device(
+    *([Shape(f"batch {batch}", (batch * tokens, 4096)) for batch in (32, 64, 128)] for tokens in (128, 1))
+)
 
 
 def _sweep(lengths: Sequence[int]) -> Shapes:
-    """4096 rows of every length, as published; fewer on a CPU, to save time."""
-    return lambda device, dtype: [plain(4096 if device == "cuda" else 512, cols) for cols in lengths]
+    """4096 rows of every length, as published."""
+    return _by_device(*([plain(rows, cols) for cols in lengths] for rows in (4096, 512)))
 
 
 # The device types for which several of our backends have kernels.
@@ -95,28 +90,27 @@ _ONE_EACH = {"cuda": (_BF16,), "cpu": (_FP32,)}
 _PASSES: tuple[Direction, ...] = ("forward", "backward")
 
 
-def _fixed(*sizes: tuple[int, ...]) -> Shapes:
-    return always([plain(*s) for s in sizes])
+def _bare(shapes: Shapes) -> Operations:
+    return Operations(tuple(operations.BARE_NORMS.values()), shapes, grouped=False)
 
 
 def _norms(name: str, title: str, about: str, shapes: Shapes, **options: Any) -> Suite:
-    """A suite of bare norms."""
-    return Suite(name, title, about, (Norms(shapes),), quick_verbs=NORMS[:1], **options)
+    return Suite(name, title, about, (_bare(shapes),), quick_verbs=NORMS[:1], **options)
 
 
 def _tokens(*sizes: tuple[int, int], batch: tuple[int, ...] = ()) -> Shapes:
-    """Rows and columns, of each sample of a batch; fewer rows on a CPU."""
-    return lambda device, dtype: [plain(*batch, rows if device == "cuda" else rows // 32, cols) for rows, cols in sizes]
+    """Rows and columns, of each sample of a batch."""
+    return _by_device(*([plain(*batch, rows // share, cols) for rows, cols in sizes] for share in (1, 32)))
 
 
 _CPU_SUITE = _norms(
     "cpu",
     "Norms on the CPU",
     "norms of nine shapes with one thread and with all, beside a build without vector instructions",
-    _fixed(*_CPU),
+    fixed(*_CPU),
     dtypes={"cuda": _ALL_THREE, "cpu": _ALL_THREE},
     quick_dtypes=_FP32_ONLY,
-    quick_parts=(Norms(_fixed(*_CPU_QUICK)),),
+    quick_parts=(_bare(fixed(*_CPU_QUICK)),),
     peers=("torch.compile", "portable"),
     quick_peers=("portable",),
     single_thread=True,
@@ -129,7 +123,7 @@ _SWEEP_SUITE = _norms(
     "bandwidth of norms over row lengths from 256 to 32768, by every backend of ours",
     _sweep(_SWEEP),
     dtypes=_FP32_AND_BF16,
-    quick_parts=(Norms(_sweep(_SWEEP_QUICK)),),
+    quick_parts=(_bare(_sweep(_SWEEP_QUICK)),),
     directions=_PASSES,
     peers=("torch.compile",),
     backends=ALL_BACKENDS,
@@ -139,15 +133,15 @@ _SWEEP_SUITE = _norms(
 
 _OPERATIONS, _SCORES = tuple(operations.OPERATIONS), tuple(operations.SCORES)
 _BATCH = (operations.SCORES_BATCH,)
-_BATCHES = Operations(_SCORES, _scores, batch=_BATCH)
+_BATCHES = Operations(_SCORES, _SCORES_SHAPES, batch=_BATCH)
 
 _FUSED_OPS = Suite(
     "fused-ops",
     "Fused operations",
     "every verb with its variants at 2048x2048 and 8192x8192, against chains of PyTorch's calls",
-    (Operations(_OPERATIONS, _fixed((2048, 2048), (8192, 8192))), _BATCHES),
+    (Operations(_OPERATIONS, fixed((2048, 2048), (8192, 8192))), _BATCHES),
     dtypes=_FP32_AND_BF16,
-    quick_parts=(Operations(_OPERATIONS, _fixed((2048, 2048))), _BATCHES),
+    quick_parts=(Operations(_OPERATIONS, fixed((2048, 2048))), _BATCHES),
     directions=_PASSES,
     peers=("torch.compile",),
 )
@@ -157,15 +151,16 @@ _MEMORY_SUITE = Suite(
     "Memory in training",
     "bytes saved for backward and peak of a training step, of every verb and of a transformer block",
     (
-        Norms(_fixed(*_MEMORY)),
-        Operations(_OPERATIONS, _fixed((4096, 4096))),
-        Operations(_SCORES, _fixed((*_BATCH, 1024, 1024)), batch=_BATCH),
-        Operations((BLOCK, BLOCK_WITH_DROPOUT), _blocks, grouped=False),
+        _bare(fixed(*_MEMORY)),
+        Operations(_OPERATIONS, fixed((4096, 4096))),
+        Operations(_SCORES, fixed((*_BATCH, 1024, 1024)), batch=_BATCH),
+        Operations((stages.BLOCK, stages.BLOCK_WITH_DROPOUT), _BLOCKS, grouped=False),
     ),
     "memory",
     plots=("memory",),
 )
 
+_SAMPLES = (stages.BATCH,)
 _STAGES = Suite(
     "stages",
     "Norms with a gate, and modulated",
@@ -174,18 +169,16 @@ _STAGES = Suite(
         Operations(of, _tokens(*sizes, batch=batch), batch=batch)
         for of, sizes, batch in (
             (stages.GATED, stages.GATED_SIZES, ()),
-            (stages.MODULATED, stages.SIZES, (stages.BATCH,)),
-            (stages.MODULATED_RMS, stages.SIZES[1:2], (stages.BATCH,)),
+            (stages.MODULATED, stages.SIZES, _SAMPLES),
+            (stages.MODULATED_RMS, stages.SIZES[1:2], _SAMPLES),
         )
     ),
     dtypes={"cuda": (_BF16,), "cpu": (_FP32, _BF16)},
     directions=_PASSES,
     peers=("torch.compile", "liger", "fla"),
     quick_parts=(
-        Operations(stages.GATED, _fixed(*stages.QUICK_SIZES)),
-        Operations(
-            (*stages.MODULATED, *stages.MODULATED_RMS), _fixed(*((stages.BATCH, *s) for s in stages.QUICK_SIZES))
-        ),
+        Operations(stages.GATED, fixed((256, 1024))),
+        Operations((*stages.MODULATED, *stages.MODULATED_RMS), fixed((*_SAMPLES, 256, 1024)), batch=_SAMPLES),
     ),
 )
 
@@ -193,7 +186,7 @@ _ROPE = Suite(
     "rope",
     "Rotary embedding",
     "the rotary embedding, alone and after the norm of each head",
-    tuple(Operations(of, _tokens(s)) for s, of in rotary.OPERATIONS.items()),
+    tuple(Operations(of, _tokens(s)) for s, of in stages.ROTARY.items()),
     directions=_PASSES,
     peers=("torch.compile", "liger", "quack", "fla", "flashinfer"),
     backends=ALL_BACKENDS,
@@ -203,7 +196,7 @@ _RELU_LAYER_NORM = Suite(
     "relu-layernorm",
     "ReLU and LayerNorm",
     "LayerNorm of ReLU in one kernel against PyTorch's and CuPy's unfused calls",
-    (Operations((operations.RELU_LAYER_NORM,), _fixed((4096, 1024))),),
+    (Operations((operations.RELU_LAYER_NORM,), fixed((4096, 1024))),),
     dtypes=_FP32_ONLY,
     quick_dtypes=_FP32_ONLY,
     directions=("forward",),
@@ -215,10 +208,10 @@ _QUANTISED = Suite(
     "quantised",
     "Quantised results",
     "norms and gates whose results are float8, by every kind of scale, against chains of PyTorch's calls",
-    (Operations(quantised.NORMS, _fixed((16384, 4096))), Operations(quantised.GATES, _fixed((16384, 14336)))),
+    (Operations(quantised.NORMS, fixed((16384, 4096))), Operations(quantised.GATES, fixed((16384, 14336)))),
     dtypes=_BF16_ONLY,
     quick_dtypes=_BF16_ONLY,
-    quick_parts=(Operations((*quantised.NORMS, *quantised.GATES), _fixed((2048, 4096))),),
+    quick_parts=(Operations((*quantised.NORMS, *quantised.GATES), fixed((2048, 4096))),),
     directions=("forward",),
     peers=("torch.compile", "flashinfer"),
 )
@@ -242,19 +235,19 @@ SUITES = {
             "models",
             "Eleven transformer models",
             "norms at the sizes of eleven models, BERT-Base to GPT-3 175B",
-            always([Shape(name, sizes) for name, sizes in _MODELS.items()]),
+            lambda device, dtype: [Shape(name, sizes) for name, sizes in _MODELS.items()],
         ),
-        _norms("large", "Large inputs", "norms of tensors that fill a GPU, rows of 256 to 131072", _fixed(*_LARGE)),
+        _norms("large", "Large inputs", "norms of tensors that fill a GPU, rows of 256 to 131072", fixed(*_LARGE)),
         _norms("odd", "Odd row lengths and strides", "norms whose rows no vector divides or aligns with", _odd),
         _norms(
-            "few-rows", "Few rows, and many short ones", "norms of 4 to 512 rows, and of a million", _fixed(*_FEW_ROWS)
+            "few-rows", "Few rows, and many short ones", "norms of 4 to 512 rows, and of a million", fixed(*_FEW_ROWS)
         ),
         _SWEEP_SUITE,
         _norms(
             "host",
             "Host time per call",
             "what a call costs before the device has done anything",
-            _host,
+            _HOST,
             kind="host",
             dtypes=_ONE_EACH,
             quick_dtypes=_ONE_EACH,

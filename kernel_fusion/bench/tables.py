@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kernel_fusion.bench.results import (
     BASELINE,
@@ -22,6 +23,7 @@ from kernel_fusion.bench.results import (
     Results,
     is_of_operations,
     measured,
+    only,
 )
 from kernel_fusion.bench.timing import Place
 from kernel_fusion.bench.units import Unit, dtype_label, megabytes, number, shown, time_unit
@@ -34,6 +36,7 @@ _BYTES = {"saved": "saved_bytes", "training": "training_memory_bytes"}  # fields
 # Numbers are ratios; the last row has their geometric mean.
 Value = Callable[[Cell], "str | float | None"]
 Columns = dict[str, Value]  # by title
+Fact = Callable[[Measurement], "str | None"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ def tables(results: Results) -> list[Table]:
             about = what if len(devices) == 1 else f"{what}, {device}"
             made.append(_table(results, f"{about}, largest errors", cells, _error_columns(results, cells)))
             made.append(_table(results, f"{about}, memory", cells, _memory_columns(results, cells)))
-            losses = _facts(results, cells, {"loss": lambda m: None if m.loss is None else f"{m.loss:.4f}"})
+            losses = _facts(results, cells, {"loss": _fact("loss", "{:.4f}".format)})
             made.append(_table(results, f"{about}, loss", cells, losses))
     return [table for table in made if table is not None]
 
@@ -82,22 +85,18 @@ def _short_table(results: Results, what: str, at: dict[str, Cells]) -> Table | N
     ours = [p for p in results.providers if p.startswith(OURS)]
     mine = [m for cells in at.values() for m in measured(cells) if m.provider in ours and m.timing]
     unit, columns = _unit_of(mine), Columns()
-    merged: Cells = {}
-    for direction, cells in at.items():
-        for label, cell in cells.items():
-            # One cell for all directions; contenders carry the direction in their name.
-            merged.setdefault(label, {}).update({f"{direction} {p}": m for p, m in cell.items()})
+    for direction in at:
         for provider in ours:
             name = (f"{provider}\n" if len(ours) > 1 else "") + direction.replace("+", "+\n")
-            own, theirs = f"{direction} {provider}", f"{direction} {REFERENCE}"
+            own, theirs = f"{provider}, {direction}", f"{REFERENCE}, {direction}"
             if mine:
                 columns[f"{name}\n{unit.name}"] = _time(own, unit)
                 columns[f"{name}\n× PyTorch"] = _ratio([theirs], [own])
                 continue
             for fact, field in _BYTES.items():
-                columns[f"{fact}\nMB"] = _megabytes(own, field)
+                columns[f"{fact}\nMB"] = _of(own, _fact(field, megabytes))
                 columns[f"{fact}\n÷ PyTorch"] = _ratio_of_bytes(own, theirs, field)
-    whole = _table(results, what, merged, columns)
+    whole = _table(results, what, _merged(at), columns)
     if whole is None or len(whole.columns) == len(columns) + 1:
         return whole
     # The name implies the sizes, and 80 columns are few.
@@ -113,7 +112,6 @@ def _is_single_operation(cells: Cells) -> bool:
 
 
 def _tables_of_times(results: Results, what: str, cells: Cells) -> list[Table | None]:
-    """The tables of times of one group, dtype, direction and place."""
     if _is_single_operation(cells):
         return [_table_of_contenders(results, what, *cells.values())]
     return [
@@ -126,11 +124,11 @@ def _tables_of_times(results: Results, what: str, cells: Cells) -> list[Table | 
 
 def _side_by_side(results: Results, what: str, at: dict[Place, Cells]) -> Table | None:
     """PyTorch's and our times in every place, and the improvement; None for a single place."""
-    merged: Cells = {}
-    for place, cells in at.items():
-        for label, cell in cells.items():
-            compared = (p for p in cell if p == REFERENCE or p.startswith(OURS))
-            merged.setdefault(label, {}).update({f"{p}, {place}": cell[p] for p in compared if cell[p].timing})
+
+    def compared(m: Measurement) -> bool:
+        return m.timing is not None and (m.provider == REFERENCE or m.provider.startswith(OURS))
+
+    merged = _merged({place: only(cells, compared) for place, cells in at.items()})
     found = {(m.place, m.provider): key for cell in merged.values() for key, m in cell.items()}
     if len({place for place, _ in found}) < 2:
         return None
@@ -139,12 +137,20 @@ def _side_by_side(results: Results, what: str, at: dict[Place, Cells]) -> Table 
     for (place, provider), key in sorted(found.items(), key=lambda f: (order.index(f[0][0]), f[0][1] != REFERENCE)):
         columns[f"{shown(provider)} {unit.name}, {place}"] = _time(key, unit)
         if provider != REFERENCE:
-            columns[f"{provider}, improvement, {place}"] = _share_saved(f"{REFERENCE}, {place}", key)
-    return _table(results, what, {label: cell for label, cell in merged.items() if cell}, columns)
+            columns[f"{provider}, improvement, {place}"] = _percent(key, f"{REFERENCE}, {place}", less=True)
+    return _table(results, what, merged, columns)
+
+
+def _merged(at: Mapping[Any, Cells]) -> Cells:
+    """The cells of several directions or places as one; contenders carry these in their names."""
+    merged: Cells = {}
+    for where, cells in at.items():
+        for label, cell in cells.items():
+            merged.setdefault(label, {}).update({f"{p}, {where}": m for p, m in cell.items()})
+    return merged
 
 
 def _time_columns(results: Results, cells: Cells) -> Columns:
-    """The times of floor, ours, PyTorch and peers, and how they compare."""
     providers = [p for p in results.providers if any(m.provider == p and m.timing for m in measured(cells))]
     mine = [p for p in providers if p.startswith(OURS)]
     peers = [p for p in providers if p not in (FLOOR, BASELINE, *mine)]
@@ -159,7 +165,7 @@ def _time_columns(results: Results, cells: Cells) -> Columns:
             columns[f"{ours} over {COMPILED}"] = _ratio([COMPILED], [ours])
     if BASELINE in providers:
         columns[f"{BASELINE} {unit.name}"] = _time(BASELINE, unit)
-        columns |= {f"{ours}, improvement on it": _share_saved(BASELINE, ours) for ours in mine}
+        columns |= {f"{ours}, improvement on it": _percent(ours, BASELINE, less=True) for ours in mine}
     if len(peers) > 1 and mine:
         columns["best peer"] = lambda cell: shown(best) if (best := _best(cell, peers)) else None
         columns |= {f"{ours} ÷ best peer": _ratio([ours], peers) for ours in mine}
@@ -167,7 +173,6 @@ def _time_columns(results: Results, cells: Cells) -> Columns:
 
 
 def _spread_columns(results: Results, cells: Cells) -> Columns:
-    """The spread of single calls: inter-quartile range, quartiles, and the number of calls."""
     if not any(m.timing and (m.timing.page_faults is not None or m.loss is not None) for m in measured(cells)):
         return {}
     unit = _unit_of(measured(cells))
@@ -178,26 +183,18 @@ def _spread_columns(results: Results, cells: Cells) -> Columns:
         q1, q3 = m.timing.q1_ms * unit.factor, m.timing.q3_ms * unit.factor
         return f"{number(q3 - q1)} ({number(q1)}–{number(q3)})"
 
-    def iterations(m: Measurement) -> str | None:
-        return str(m.timing.iterations) if m.timing else None
-
-    return _facts(results, cells, {f"IQR {unit.name}": spread, "iterations": iterations})
+    return _facts(results, cells, {f"IQR {unit.name}": spread, "iterations": _fact("iterations", str)})
 
 
 def _page_columns(results: Results, cells: Cells) -> Columns:
-    """Page faults per call, and the time without them, if measured."""
     if not any(m.timing and m.timing.reused_median_ms is not None for m in measured(cells)):
         return {}
     unit = _unit_of(measured(cells))
-
-    def faults(m: Measurement) -> str | None:
-        return f"{m.timing.page_faults:.0f}" if m.timing and m.timing.page_faults is not None else None
-
-    def reused(m: Measurement) -> str | None:
-        ms = m.timing.reused_median_ms if m.timing else None
-        return None if ms is None else number(ms * unit.factor)
-
-    facts = {"faults": faults, unit.name: lambda m: _time_text(m, unit), f"{unit.name}, reused memory": reused}
+    facts = {
+        "faults": _fact("page_faults", "{:.0f}".format),
+        unit.name: lambda m: _time_text(m, unit),
+        f"{unit.name}, reused memory": _fact("reused_median_ms", lambda ms: number(ms * unit.factor)),
+    }
     return _facts(results, cells, facts)
 
 
@@ -206,31 +203,19 @@ def _bandwidth_columns(results: Results, cells: Cells) -> Columns:
     if not any(m.gigabytes_per_second for m in measured(cells)):
         return {}
 
-    def share(provider: str) -> Value:
-        def value(cell: Cell) -> str | None:
-            ratio = time_ratio(cell, [FLOOR], [provider])
-            return None if ratio is None else f"{ratio:.0%}"
-
-        return value
-
-    def moved(cell: Cell) -> str | None:
-        num_bytes = next(iter(cell.values())).bytes_moved
-        return None if num_bytes is None else megabytes(num_bytes)
-
-    def speed(m: Measurement) -> str | None:
-        return None if m.gigabytes_per_second is None else number(m.gigabytes_per_second)
-
-    columns: Columns = {"MB moved": moved} | _facts(results, cells, {"GB/s": speed})
+    moved = _fact("bytes_moved", megabytes)
+    columns: Columns = {"MB moved": lambda cell: moved(next(iter(cell.values())))}
+    columns |= _facts(results, cells, {"GB/s": _fact("gigabytes_per_second", number)})
     if FLOOR in results.providers:
         mine = (p for p in results.providers if p.startswith(OURS))
-        columns |= {f"{p} % of {results.name_of_floor}": share(p) for p in mine}
+        columns |= {f"{p} % of {results.name_of_floor}": _percent(FLOOR, p) for p in mine}
     return columns
 
 
 def _error_columns(results: Results, cells: Cells) -> Columns:
     """The largest absolute errors against float64: of y and dx, or the largest of an operation beside its budget."""
 
-    def error_of(name: str) -> Callable[[Measurement], str | None]:
+    def error_of(name: str) -> Fact:
         return lambda m: f"{m.errors[name]:.1e}" if name in m.errors else None
 
     def excess(m: Measurement) -> str | None:
@@ -241,26 +226,12 @@ def _error_columns(results: Results, cells: Cells) -> Columns:
 
 
 def _memory_columns(results: Results, cells: Cells) -> Columns:
-    """The MB that autograd saves and a training step takes, and ours over PyTorch's."""
-    present = {p for cell in cells.values() for p in cell}
     known = {name: f for name, f in _BYTES.items() if any(getattr(m, f) is not None for m in measured(cells))}
-    columns: Columns = {
-        f"{shown(p)} {name} MB": _megabytes(p, field)
-        for name, field in known.items()
-        for p in results.providers
-        if any(p in cell and getattr(cell[p], field) is not None for cell in cells.values())
-    }
+    columns = _facts(results, cells, {f"{name} MB": _fact(field, megabytes) for name, field in known.items()})
+    present = {p for cell in cells.values() for p in cell}
     mine = [p for p in results.providers if p.startswith(OURS) and p in present]
     ratios = {f"{p} ÷ PyTorch, {name}": _ratio_of_bytes(p, REFERENCE, f) for name, f in known.items() for p in mine}
     return columns | ratios
-
-
-def _megabytes(provider: str, field: str) -> Value:
-    def value(cell: Cell) -> str | None:
-        num_bytes = getattr(cell[provider], field) if provider in cell else None
-        return None if num_bytes is None else megabytes(num_bytes)
-
-    return value
 
 
 def _ratio_of_bytes(provider: str, over: str, field: str) -> Value:
@@ -271,14 +242,24 @@ def _ratio_of_bytes(provider: str, over: str, field: str) -> Value:
     return value
 
 
-def _facts(results: Results, cells: Cells, facts: Mapping[str, Callable[[Measurement], str | None]]) -> Columns:
+def _fact(name: str, write: Callable[[Any], str]) -> Fact:
+    """A field of a measurement or of its time, as `write` writes it; None if unknown."""
+
+    def fact(m: Measurement) -> str | None:
+        value = getattr(m, name, getattr(m.timing, name, None))
+        return None if value is None else write(value)
+
+    return fact
+
+
+def _of(provider: str, fact: Fact) -> Value:
+    return lambda cell: fact(cell[provider]) if provider in cell else None
+
+
+def _facts(results: Results, cells: Cells, facts: Mapping[str, Fact]) -> Columns:
     """Columns of facts by title, for every provider that has them."""
-
-    def value_of(provider: str, fact: Callable[[Measurement], str | None]) -> Value:
-        return lambda cell: fact(cell[provider]) if provider in cell else None
-
     columns = {
-        f"{results.name_of_floor if p == FLOOR else shown(p)} {title}": value_of(p, fact)
+        f"{results.name_of_floor if p == FLOOR else shown(p)} {title}": _of(p, fact)
         for title, fact in facts.items()
         for p in results.providers
     }
@@ -320,16 +301,15 @@ def _table_of_contenders(results: Results, what: str, cell: Cell) -> Table:
     rows = []
     for provider in (p for p in results.providers if p in cell):
         m = cell[provider]
-        bandwidth, error, excess = m.gigabytes_per_second, m.errors.get("y"), max(m.excesses.values(), default=None)
         values = (
             floor if provider == FLOOR else shown(provider),
             _time_text(m, Unit("µs", 1e3)),
-            None if m.bytes_moved is None else megabytes(m.bytes_moved),
-            None if bandwidth is None else f"{bandwidth:.0f}",
+            _fact("bytes_moved", megabytes)(m),
+            _fact("gigabytes_per_second", "{:.0f}".format)(m),
             _ratio([REFERENCE], [provider])(cell),
             _ratio([provider], [FLOOR])(cell),
-            None if error is None else f"{error:.1e}",
-            excess,
+            f"{m.errors['y']:.1e}" if "y" in m.errors else None,
+            max(m.excesses.values(), default=None),
         )
         rows.append(tuple(map(_text, values)))
     operation = next(iter(cell.values())).operation
@@ -341,34 +321,34 @@ def _unit_of(measurements: Sequence[Measurement]) -> Unit:
 
 
 def _time(provider: str, unit: Unit) -> Value:
-    return lambda cell: _time_text(cell.get(provider), unit)
+    return _of(provider, lambda m: _time_text(m, unit))
 
 
-def _time_text(m: Measurement | None, unit: Unit) -> str | None:
+def _time_text(m: Measurement, unit: Unit) -> str | None:
     """The median, marked if results are inaccurate or times noisy."""
-    if m is None or m.timing is None:
+    if m.timing is None:
         return None
     marks = INACCURATE * m.inaccurate + NOISY * m.timing.noisy
     return number(m.timing.median_ms * unit.factor) + marks
 
 
 def _ratio(over: Sequence[str], under: Sequence[str]) -> Value:
-    """The fastest time of `over` divided by that of `under`; a marked text if one is noisy."""
+    """Their ratio; a marked text if a time is noisy."""
 
     def value(cell: Cell) -> str | float | None:
-        ratio = time_ratio(cell, over, under)
+        ratio = _time_ratio(cell, over, under)
         noisy = any((p := _best(cell, several)) and cell[p].steady is None for several in (over, under))
         return ratio if ratio is None or not noisy else f"{ratio:.2f}{NOISY}"
 
     return value
 
 
-def _share_saved(over: str, provider: str) -> Value:
-    """The percentage of the time of `over` that `provider` saves."""
+def _percent(over: str, under: str, less: bool = False) -> Value:
+    """The time of `over` in percent of that of `under`, or how much less it is."""
 
     def value(cell: Cell) -> str | None:
-        ratio = time_ratio(cell, [provider], [over])
-        return None if ratio is None else f"{1 - ratio:.0%}"
+        ratio = _time_ratio(cell, [over], [under])
+        return None if ratio is None else f"{1 - ratio if less else ratio:.0%}"
 
     return value
 
@@ -378,7 +358,7 @@ def _best(cell: Cell, providers: Sequence[str]) -> str | None:
     return min(times, key=times.__getitem__, default=None)
 
 
-def time_ratio(cell: Cell, over: Sequence[str], under: Sequence[str]) -> float | None:
+def _time_ratio(cell: Cell, over: Sequence[str], under: Sequence[str]) -> float | None:
     """The fastest time of `over` divided by that of `under`."""
     times = [cell[p].timing for p in (_best(cell, over), _best(cell, under)) if p is not None]
     a, b = times if len(times) == 2 else (None, None)

@@ -21,7 +21,7 @@ import torch
 
 from kernel_fusion.bench import page_faults
 from kernel_fusion.bench.providers import Provider
-from kernel_fusion.bench.workloads import Call, Direction
+from kernel_fusion.bench.workloads import Call, Direction, Inputs
 
 _Sample = TypeVar("_Sample")
 
@@ -56,8 +56,7 @@ class Effort:
     Attributes:
         min_rounds, max_rounds: samples of each contender when single calls are timed.
         max_seconds: for all contenders together, after `min_rounds`.
-        replays: samples of each contender on a GPU.
-        host_rounds: samples of each contender's host time.
+        replays, host_rounds: samples of each contender on a GPU, and of its host time.
         max_checked: elements of a tensor to compare with float64.
     """
 
@@ -197,6 +196,24 @@ def reason(error: BaseException) -> str:
 def rotating_calls(bytes_per_call: int) -> int:
     """How many calls on different inputs touch `ROTATED_BYTES`."""
     return min(_MAX_CALLS, max(_MIN_CALLS, math.ceil(ROTATED_BYTES / max(1, bytes_per_call))))
+
+
+def time_work(
+    contenders: Mapping[str, Callable[[Inputs], Call]],
+    sets: Sequence[Inputs],
+    effort: Effort,
+    device: torch.device,
+    not_captured: Collection[str] = (),
+) -> Outcomes:
+    """Time contenders, each given as a function that makes its call: on a GPU for every set of inputs, else for one."""
+    if device.type == "cuda":  # pragma: gpu
+
+        def all_calls(make: Callable[[Inputs], Call]) -> list[Call]:
+            return [make(inputs) for inputs in sets]
+
+        captured = {name: partial(all_calls, make) for name, make in contenders.items()}
+        return time_cuda(captured, effort, device, not_captured)
+    return time_calls({name: partial(make, sets[0]) for name, make in contenders.items()}, effort, device)
 
 
 def time_calls(

@@ -83,50 +83,41 @@ _WINDOWS = {"embed_dim": 48, "window_size": 2, "image_size": 64, "patch_size": 4
 
 _ZAMBA = {"attention_hidden_size": 128, "attention_head_dim": 32}  # the hidden state and the embeddings, side by side
 
-# Fields that the sizes above do not cover, by configuration type.
-_MORE: dict[str, dict[str, Any]] = {
+# Fields that the sizes above do not cover, by types of configurations.
+_OTHERS: dict[str, dict[str, Any]] = {
+    "convnext convnextv2": {"image_size": 64},
+    "donut-swin swin swinv2": _WINDOWS,
+    "hunyuan_v1_dense hunyuan_v1_moe ministral": {"head_dim": 16},
+    "kimi_linear qwen3_next qwen3_5_text qwen3_5_moe_text qwen4_exp_text": {"num_hidden_layers": 4},
+    "longt5 t5": {"decoder_start_token_id": 0, "feed_forward_proj": "gated-gelu"},
+    "switch_transformers": {"decoder_start_token_id": 0},
     "bamba": {"attn_layer_indices": [1]},
     "bit": {"num_groups": 8},
-    "convnext": {"image_size": 64},
-    "convnextv2": {"image_size": 64},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "donut-swin": _WINDOWS,
     "esm": {"vocab_size": VOCABULARY, "mask_token_id": 3},
     "esmc": {"num_key_value_heads": 4},
     "falcon_h1": {"mamba_d_ssm": 128},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "hgnet_v2": {"hidden_sizes": [256, 512, 1024, 2048], "stage_out_channels": [128, 512, 1024, 2048]},
-    "hunyuan_v1_dense": {"head_dim": 16},
-    "hunyuan_v1_moe": {"head_dim": 16},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "kimi_linear": {"num_hidden_layers": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "luke": {"entity_vocab_size": 16, "entity_emb_size": 16},
     "mamba2": {"num_heads": 8},
-    "ministral": {"head_dim": 16},
     "mobilevitv2": {"image_size": 256},
     "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
     "perceiver": {"d_latents": 64, "num_latents": 16, "num_self_attends_per_block": 2}
     | {"num_self_attention_heads": 1, "num_cross_attention_heads": 1},
-    "qwen3_5_text": {"num_hidden_layers": 4},
-    "qwen3_5_moe_text": {"num_hidden_layers": 4},
-    "qwen3_next": {"num_hidden_layers": 4},
-    "qwen4_exp_text": {"num_hidden_layers": 4},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "levit": {"image_size": 64, "patch_size": 16},
-    "longt5": {"decoder_start_token_id": 0, "feed_forward_proj": "gated-gelu"},
-    "switch_transformers": {"decoder_start_token_id": 0},
-    "swin": _WINDOWS,
-    "swinv2": _WINDOWS,
-    "t5": {"decoder_start_token_id": 0, "feed_forward_proj": "gated-gelu"},
     "textnet": {"hidden_sizes": [64, 64, 128, 256, 512], "image_size": 64},
     "xmod": {"default_language": "en_XX"},
     "zamba": _ZAMBA | {"num_hidden_layers": 6, "attn_layer_period": 3, "attn_layer_offset": 2},
     "zamba2": _ZAMBA | {"num_hidden_layers": 2, "layers_block_type": ["mamba", "hybrid"]},
     "zaya": {"num_experts_per_tok": 1},
 }
+_MORE = {type_: more for types, more in _OTHERS.items() for type_ in types.split()}
 
 
 @dataclass(frozen=True)
@@ -159,7 +150,6 @@ def architectures() -> list[Architecture]:
 
 
 def _make(type_: str, name: str) -> nn.Module:
-    """A small model of a class, from its configuration."""
     transformers = importlib.import_module("transformers")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()
@@ -217,7 +207,6 @@ def _shrunk(default: Any) -> dict[str, Any]:
 
 
 def _inputs(task: str, model: Any, seed: int) -> dict[str, Any]:
-    """Random images or tokens."""
     random = torch.Generator().manual_seed(seed + 1)
     if task == "image":
         size, channels = getattr(model.config, "image_size", IMAGE), getattr(model.config, "num_channels", 3)

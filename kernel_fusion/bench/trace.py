@@ -72,12 +72,7 @@ def make_calls(provider: Provider, workload: Workload, device: torch.device) -> 
 
 
 def record(provider: Provider, workload: Workload, device: torch.device, folder: Path) -> Trace:
-    """Trace warmed-up steps of a contender into its file in `folder`.
-
-    Raises:
-        AssertionError: no kernel of the contender's backend ran.
-        ValueError: the file shows none.
-    """
+    """Trace warmed-up steps of a contender into its file in `folder`."""
     per_step = workload.bytes_moved("forward+backward", provider.name)
     sets = workload.input_sets(device, timing.rotating_calls(per_step) if device.type == "cuda" else 1)
     steps = max(_STEPS, len(sets))
@@ -116,11 +111,7 @@ def _step(provider: Provider, workload: Workload, inputs: Inputs, device: torch.
 
 
 def read(path: Path, device: str) -> list[Launch]:
-    """The launches of a device type in a trace, in order of their start.
-
-    Raises:
-        ValueError: the file is no trace of a forward and a backward.
-    """
+    """The launches of a device type in a trace, by start; ValueError if it is none of a forward and a backward."""
     try:
         events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("ph") == "X"]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -169,7 +160,6 @@ def _ours(launches: Sequence[Launch], backend: str | None, device: str, path: Pa
 
 
 def _prefixes(backend: str) -> tuple[str, ...]:
-    """The prefixes of a backend's kernel names."""
     if backend == "triton":
         from kernel_fusion.backends.triton.launch import launches
 

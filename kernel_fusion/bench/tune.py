@@ -137,11 +137,7 @@ def climb(kernels: Sequence[Kernel], measure: Measure) -> tuple[Choice, Times, T
 
 
 def tune(cell: Cell, device: torch.device) -> Outcome:
-    """Find the best plan of a cell on a GPU.
-
-    Raises:
-        RuntimeError: the present plan cannot be timed.
-    """
+    """Find the best plan of a cell on a GPU; RuntimeError if the present one cannot be timed."""
     workloads = cell.workloads()
     counts = [timing.rotating_calls(each.bytes_moved(cell.direction, "")) for each in workloads]
     sets = [each.input_sets(device, count) for each, count in zip(workloads, counts, strict=True)]

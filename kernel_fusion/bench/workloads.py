@@ -16,6 +16,8 @@ from torch import Tensor
 
 from kernel_fusion.core.spec import dtype_name
 from kernel_fusion.testing.oracle import Reference, lay_out
+from kernel_fusion.testing.unfused import Dropout as Dropout
+from kernel_fusion.testing.unfused import keep_all
 
 Part = Literal["forward", "backward"]
 Direction = Literal["forward", "backward", "forward+backward"]
@@ -23,7 +25,6 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "forward+backward")
 
 Call = Callable[[], object]
 Function = Callable[..., Any]  # from arguments in order to a result or a tuple of them
-Dropout = Callable[[Tensor], Tensor]
 
 EPS = 1e-6  # of all norms but the bare ones
 DROPOUT_P = 0.125  # a multiple of 2^-32, so that the scale equals PyTorch's to the last bit
@@ -63,6 +64,10 @@ class Inputs:
         changed = {n: change(n, t.detach()).requires_grad_(t.requires_grad) for n, t in self.arguments.items()}
         return replace(self, arguments=changed)
 
+    def copy(self) -> Inputs:
+        """The same values in memory of their own."""
+        return replace(self.map(lambda _, t: t.clone()), cotangents=tuple(t.clone() for t in self.cotangents))
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -85,7 +90,6 @@ class Argument:
         layout: as in `RowNormCase`, or "first half" of a wider tensor whose "second half" is the next argument.
         values: "normal", "mask" (True in three of four and in the first column), "causal" (the lower triangle).
         shared: whether all rows read it; it is then the same in every set.
-        gradient: whether it gets a gradient.
         moved: whether its bytes count.
     """
 
@@ -111,13 +115,9 @@ class Operation:
     """A computation at any size.
 
     Attributes:
-        name: its name in tables.
-        verb: our verb for it.
         arguments: the arguments of both calls, for a shape and a dtype.
         pytorch: (dropout, *arguments) -> results, by PyTorch's calls.
         fused: (*arguments, p=..., backend=...) -> results, by our verb.
-        results: their names.
-        dropout_p: the probability of dropout.
         kept: finds the elements that dropout kept, from results, gradients and arguments; None if hidden.
         backward_reads: the arguments that backward reads (default: all); an unused name stands for a tensor of its size
             that forward keeps.
@@ -162,8 +162,9 @@ class Workload:
 
     Attributes:
         name: the configuration, such as a model or a shape.
-        what: the operation.
         grouped: whether its table lists operations of one configuration, not configurations of one verb.
+        weights: the dtype of parameters, if not that of the data.
+        layout: of the first argument, if its operation has no other.
     """
 
     name: str
@@ -171,6 +172,8 @@ class Workload:
     shape: tuple[int, ...]
     dtype: torch.dtype
     grouped: bool = True
+    weights: torch.dtype | None = None
+    layout: str = "contiguous"
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape))
@@ -184,7 +187,10 @@ class Workload:
     @property
     def arguments(self) -> dict[str, Argument]:
         """The calls' arguments, by name."""
-        return {a.name: a for a in self.what.arguments(self.shape, self.dtype)}
+        x, *others = self.what.arguments(self.shape, self.dtype)
+        x = x if self.layout == "contiguous" else replace(x, layout=self.layout)
+        others = [replace(a, dtype=self.weights) if self.weights and a.shared else a for a in others]
+        return {a.name: a for a in (x, *others)}
 
     @property
     def shared(self) -> frozenset[str]:
@@ -235,11 +241,11 @@ class Workload:
     def _results(self) -> tuple[Tensor, ...]:
         """The results' sizes and dtypes, from PyTorch's calls on meta tensors."""
         nothing = {name: torch.empty(a.shape, dtype=a.dtype, device="meta") for name, a in self.arguments.items()}
-        return Inputs(nothing, ()).call(partial(self.what.pytorch, _no_dropout))
+        return Inputs(nothing, ()).call(partial(self.what.pytorch, keep_all))
 
     def unfused(self) -> Function:
         """PyTorch's calls, as users write them."""
-        dropout = partial(F.dropout, p=self.what.dropout_p) if self.what.dropout_p else _no_dropout
+        dropout = partial(F.dropout, p=self.what.dropout_p) if self.what.dropout_p else keep_all
         return partial(self.what.pytorch, dropout)
 
     def fused(self, backend: str | None) -> Function:
@@ -292,11 +298,7 @@ class Workload:
         return self.what.kept(results, inputs.arguments)
 
     def references(self, inputs: Inputs, kept: Tensor | None) -> tuple[Reference, dict[str, Tensor]]:
-        """Results and gradients in float64, and PyTorch's in the given dtypes, with the mask `kept`.
-
-        Raises:
-            ValueError: the inputs are in float64 already.
-        """
+        """Results and gradients in float64, and PyTorch's in the given dtypes, with the mask `kept`."""
         if self.what.judged is not None:
             return self.what.judged(self, inputs)
         if self.dtype == torch.float64:
@@ -313,10 +315,6 @@ class Workload:
         wide = inputs.map(lambda name, t: t.double() if t.is_floating_point() else t)
         wide = replace(wide, cotangents=tuple(c.double() for c in inputs.cotangents))
         return {name: t.cpu().numpy() for name, t in results(wide).items()}, results(inputs)
-
-
-def _no_dropout(t: Tensor) -> Tensor:
-    return t
 
 
 class _Draw:

@@ -12,10 +12,9 @@ import kernel_fusion as kf
 from kernel_fusion.cli.bench import bench
 from kernel_fusion.cli.common import in_sentences
 from kernel_fusion.cli.compare import compare, plot, report
-from kernel_fusion.cli.hf import hf_kernel
 from kernel_fusion.cli.info import info
 from kernel_fusion.cli.models import models
-from kernel_fusion.cli.prepare import cache, warmup
+from kernel_fusion.cli.prepare import cache, hf_kernel, warmup
 from kernel_fusion.cli.profile import profile
 from kernel_fusion.cli.tune import tune
 from kernel_fusion.cli.verify import verify

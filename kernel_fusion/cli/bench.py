@@ -119,23 +119,19 @@ class _Selection:
 def _check(suites: Sequence[Suite], selection: _Selection) -> None:
     """Raise if a suite lacks something selected, or a backend runs nowhere."""
     for suite in suites:
-        _check_selection(suite, selection)
+        if not selection.verbs_of(suite):
+            raise typer.BadParameter(f"{suite.name} measures {', '.join(suite.verbs)}", param_hint="--verbs")
+        if selection.shapes and suite.kind == "steps":
+            problem = f"{suite.name} measures models, which have shapes of their own"
+            raise typer.BadParameter(problem, param_hint="--shape")
+        if selection.weights and not set(suite.verbs) <= set(NORMS):
+            raise typer.BadParameter(f"{suite.name} is no suite of bare norms", param_hint="--weights")
         if any(device.type == "cpu" for device in selection.devices):
             wanted = suite.quick() if selection.quick else suite
             prepare(wanted.peers if selection.peers is None else selection.peers)
     for name in selection.backends:
         if not any(name in BACKENDS and not unavailable_reason(name, device) for device in selection.devices):
             common.resolve_backend(name, selection.devices[0])  # says why it runs nowhere
-
-
-def _check_selection(suite: Suite, selection: _Selection) -> None:
-    """Raise if the suite lacks something selected."""
-    if not selection.verbs_of(suite):
-        raise typer.BadParameter(f"{suite.name} measures {', '.join(suite.verbs)}", param_hint="--verbs")
-    if selection.shapes and suite.kind == "steps":
-        raise typer.BadParameter(f"{suite.name} measures models, which have shapes of their own", param_hint="--shape")
-    if selection.weights and not set(suite.verbs) <= set(NORMS):
-        raise typer.BadParameter(f"{suite.name} is no suite of bare norms", param_hint="--weights")
 
 
 def _contenders(suite: Suite, selection: _Selection) -> tuple[dict[torch.device, list[Provider]], dict[str, str]]:
@@ -257,7 +253,6 @@ def _show(result: Results, paths: Sequence[Path], out: Console) -> None:
 
 
 def _parse_peers(text: str | None) -> list[str] | None:
-    """The named peers; None if the suite decides."""
     if text is None:
         return None
     return list(PEERS) if text == "all" else [] if text == "none" else common.names(text, PEERS, "peer")

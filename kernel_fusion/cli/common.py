@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import datetime
 import functools
+import itertools
 import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -191,15 +193,12 @@ def new_folder(name: str) -> Path:
     """A new folder in the working directory for the files of this run."""
     stamp = datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
     folder = first = Path("kernel-fusion-results", f"{stamp}-{name}")
-    count = 1
-    while True:
-        try:
+    for count in itertools.count(2):
+        with suppress(FileExistsError):
             folder.mkdir(parents=True)
-        except FileExistsError:
-            count += 1
-            folder = first.with_name(f"{first.name}-{count}")
-        else:
-            return folder
+            break
+        folder = first.with_name(f"{first.name}-{count}")
+    return folder
 
 
 def show(table: tables.Table, out: Console, of_numbers: bool = True) -> None:

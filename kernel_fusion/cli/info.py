@@ -89,15 +89,9 @@ def _backend_state(name: str) -> str:
 
 
 def _extension_state() -> str:
+    path = build.kept_library()
     if loader.is_loaded():
-        return f"loaded, {_built_path() or 'from a folder that is not cached'}"
+        return f"loaded, {path or 'from a folder that is not cached'}"
     if loader.error():
         return f"could not be built: {loader.error()}"
-    path = _built_path()
     return f"built, {path}" if path else "not built; the first call or `info --build` builds it"
-
-
-def _built_path() -> str | None:
-    """The path of this machine's extension in the cache, or None."""
-    path = build.kept_library()
-    return None if path is None else str(path)

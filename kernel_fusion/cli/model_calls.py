@@ -26,14 +26,10 @@ _BATCH, _TOKENS = 2, 8
 
 
 def calls_of(model: str, dtypes: Sequence[torch.dtype]) -> list[Callable[[], object]]:
-    """Functions that make the calls.
+    """Functions that make the calls of a model.
 
-    Args:
-        model: a configuration file of transformers, or the folder that has it; or `module:function`.
-        dtypes: that a model of transformers is made in; a function is called once, without arguments.
-
-    Raises:
-        typer.BadParameter: there is no such thing.
+    It is a configuration file of transformers or its folder, made in each of `dtypes`; or `module:function`, called
+    once without arguments.
     """
     if Path(model).exists():
         return [_steps(_of_configuration(model, dtype), dtype) for dtype in dtypes]
@@ -51,7 +47,6 @@ def _refused(problem: str) -> typer.BadParameter:
 
 
 def _of_configuration(path: str, dtype: torch.dtype) -> Any:
-    """A patched model of transformers."""
     try:
         transformers: Any = importlib.import_module("transformers")
         config = transformers.AutoConfig.from_pretrained(path)

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.progress import track
 
-from kernel_fusion.bench import model_coverage, model_table, tiny_models, tiny_others
+from kernel_fusion.bench import model_coverage, tiny_models, tiny_others
 from kernel_fusion.cli.common import console, progress_console, writable
 
 
@@ -43,7 +43,7 @@ def models(
         options = [*(names or ()), *(["--compile-every", str(compile_every)] if compile_every else [])]
         options += ["--jobs", str(jobs)] if jobs > 1 else []
         command = shlex.join(["kernel-fusion", "models", *options, "--output", output.name])
-        output.write_text(model_table.page(outcomes, command))
+        output.write_text(model_coverage.page(outcomes, command))
     if not all(outcome.agrees for outcome in outcomes):
         raise typer.Exit(1)
 

@@ -1,4 +1,4 @@
-"""`warmup` and `cache`: compile ahead of use, and see or clear what was compiled."""
+"""`warmup`, `cache` and `hf-kernel`: compile ahead of use, see or clear that, write what the Hugging Face Hub needs."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from kernel_fusion.cli import common
 from kernel_fusion.cli.model_calls import calls_of
 from kernel_fusion.core.cache import CUBINS, EXTENSIONS
 from kernel_fusion.errors import BuildError
+from kernel_fusion.hf.folder import write_folder
 from kernel_fusion.native import build
 from kernel_fusion.native.library import say
 from kernel_fusion.operators import loader
@@ -138,3 +139,13 @@ def _export(folder: Path, out: Console) -> None:
         f"The extension and {count} CUDA kernels are in {folder}, for PyTorch {torch.__version__}.", soft_wrap=True
     )
     out.print(f"Set KERNEL_FUSION_CACHE_DIR={folder} where they are to be used.", soft_wrap=True)
+
+
+def hf_kernel(
+    output: Annotated[Path, typer.Option(help="A new folder, or one without builds.", show_default=False)],
+) -> None:
+    """Write our layers as a folder for the Hugging Face Hub: Triton kernels, for CUDA, ROCm and XPU."""
+    folder = write_folder(output)
+    common.console().print(
+        f"{folder} is ready for an upload. The Hub builds C++ and CUDA kernels itself; it has none of ours."
+    )

@@ -25,7 +25,7 @@ from kernel_fusion.bench.tables import Table
 from kernel_fusion.cli.common import console, progress_bar, resolve_backend, resolve_device, show, shown_dtype
 from kernel_fusion.testing import oracle
 from kernel_fusion.testing.cases import cases, training_cases
-from kernel_fusion.testing.oracle import Case, Comparison, RowNormCase
+from kernel_fusion.testing.oracle import Case, Comparison, RowNormCase, Tensors
 
 _Case = TypeVar("_Case", bound=Case)
 _STEP = ("forward", "loss", "dx", "dweight", "dbias")
@@ -114,7 +114,6 @@ def _show_in_full(verdicts: Sequence[_Verdict], out: Console) -> None:
 def _attempts(
     grid: Sequence[_Case], compare: Callable[[_Case], list[Comparison]], description: str
 ) -> Iterator[_Verdict]:
-    """The verdict on each case."""
     with progress_bar() as progress:
         for case in progress.track(grid, description=description):
             try:
@@ -131,20 +130,16 @@ def _compare(case: Case, device: torch.device, backend: str) -> list[Comparison]
 def _compare_step(case: RowNormCase, device: torch.device, backend: str) -> list[Comparison]:
     """A norm, a mean squared error and the gradients of this loss: ours, PyTorch's and float64."""
     inputs = oracle.make_inputs(case, device)
-    assert inputs.weight is not None
-    assert inputs.bias is not None
-    tensors = [inputs.x, inputs.weight, inputs.bias, inputs.dy]
-    wide = [t.detach().cpu().double().requires_grad_(t.requires_grad) for t in tensors]
     with kernels_must_run(backend):
-        ours = _step(partial(kf.layer_norm, backend=backend), tensors)
-    theirs = _step(torch.nn.functional.layer_norm, tensors)
-    exact = _step(partial(kf.layer_norm, backend="eager"), wide)
+        ours = _step(partial(kf.layer_norm, backend=backend), inputs)
+    theirs = _step(torch.nn.functional.layer_norm, inputs)
+    exact = _step(partial(kf.layer_norm, backend="eager"), inputs.widened())
     expected = {name: tensor.numpy().astype(np.longdouble) for name, tensor in exact.items()}
     return [oracle.judge(name, [(ours[name], expected[name], theirs[name])]) for name in expected]
 
 
-def _step(norm: Callable[..., Tensor], tensors: list[Tensor]) -> dict[str, Tensor]:
-    x, weight, bias, target = tensors
+def _step(norm: Callable[..., Tensor], inputs: Tensors) -> dict[str, Tensor]:
+    x, weight, bias, target = inputs.x, inputs.weight, inputs.bias, inputs.dy
     y = norm(x, weight.shape, weight, bias)
     # Summed in float64 and rounded once, so that the loss judges y, not PyTorch's order of summation.
     loss = torch.nn.functional.mse_loss(y.cpu().double(), target.cpu().double()).float()

@@ -26,7 +26,6 @@ class _MaskedCase(Case):
         mask: "boolean" (True with probability 3/4), "dead" (the same, but the first row is masked), "additive" or None.
         mask_shape: None for the scores' shape.
         mask_dtype: of an additive mask; None for the input's.
-        causal: as in the verb.
     """
 
     mask: str | None = None
@@ -83,26 +82,9 @@ def _weights_by_hand(scores: Array, dy: Array, axis: int = -1) -> tuple[Array, A
     return y, (dy - (dy * y).sum(axis, keepdims=True)) * y
 
 
-@dataclass
-class Logits(Tensors):
-    """Input, mask and cotangent of a softmax."""
-
-    x: Tensor
-    mask: Tensor | None
-    dy: Tensor
-
-
 @dataclass(frozen=True)
 class SoftmaxCase(_MaskedCase):
-    """One call of `softmax`.
-
-    Attributes:
-        shape, dtype: of the input.
-        dim, scale: as in the verb.
-        layout: of the input, as in `lay_out`.
-        mean, std: of the input's values.
-        mask, mask_shape, mask_dtype, causal: see `_MaskedCase`.
-    """
+    """One call of `softmax`; `dim` and `scale` are the verb's, `layout` is that of the input."""
 
     dim: int = -1
     scale: float = 1.0
@@ -110,26 +92,26 @@ class SoftmaxCase(_MaskedCase):
     mean: float = 0.0
     std: float = 2.0
 
-    def make_inputs(self, device: torch.device | str, seed: int = 0) -> Logits:
+    def make_inputs(self, device: torch.device | str, seed: int = 0) -> Tensors:
         """Draw x, mask and dy."""
         draw = Draw(device, seed)
         x = draw.normal(self.shape, self.dtype, self.mean, self.std, self.layout).requires_grad_()
         mask = self._make_mask(draw)
-        return Logits(x, mask, draw.normal(self.shape, self.dtype, layout=self.layout))
+        return Tensors(x=x, mask=mask, dy=draw.normal(self.shape, self.dtype, layout=self.layout))
 
-    def ours(self, inputs: Logits, backend: str | None) -> Results:
+    def ours(self, inputs: Tensors, backend: str | None) -> Results:
         """y by the verb."""
         options: dict[str, Any] = {"scale": self.scale, "mask": inputs.mask, "causal": self.causal, "backend": backend}
         return {"y": kf.softmax(inputs.x, self.dim, **options)}
 
-    def definition(self, inputs: Logits) -> Results:
+    def definition(self, inputs: Tensors) -> Results:
         """y by the operator's definition."""
         if not self.shape:
             return {"y": eager.softmax(inputs.x[None], inputs.mask, self.scale, self.causal)[0]}
         mask = None if inputs.mask is None else inputs.mask.expand(self.shape).movedim(self.dim, -1)
         return {"y": eager.softmax(inputs.x.movedim(self.dim, -1), mask, self.scale, self.causal).movedim(-1, self.dim)}
 
-    def pytorch(self, inputs: Logits) -> Results:
+    def pytorch(self, inputs: Tensors) -> Results:
         """Multiplication, mask and softmax."""
         scaled = inputs.x if self.scale == 1.0 else inputs.x * self.scale
         scores = unfused.masked(scaled, inputs.mask, self.causal)
@@ -137,7 +119,7 @@ class SoftmaxCase(_MaskedCase):
         y = _weights(scores, self.dim) if masked else torch.softmax(scores, self.dim)
         return {"y": y.to(self.dtype)}
 
-    def long_double(self, inputs: Logits) -> Reference:
+    def long_double(self, inputs: Tensors) -> Reference:
         """The formulas of forward and backward."""
         scores = self._masked_by_hand(self.scale * wide(inputs.x), inputs.mask)
         if not self.shape:
@@ -147,16 +129,6 @@ class SoftmaxCase(_MaskedCase):
         return results | self._mask_gradient(dscores, inputs.mask)
 
 
-@dataclass
-class QueryKey(Tensors):
-    """Query, key, mask and the scores' cotangent."""
-
-    query: Tensor
-    key: Tensor
-    mask: Tensor | None
-    dy: Tensor
-
-
 @dataclass(frozen=True)
 class ScoresCase(_MaskedCase):
     """One call of `attention_scores`.
@@ -164,9 +136,7 @@ class ScoresCase(_MaskedCase):
     Attributes:
         shape, dtype: of the query, (..., L, D); dtype of the key, too.
         key_shape: (..., S, D); None for the query's.
-        scale, normalize: as in the verb.
         layout: of query and key, as in `lay_out`.
-        mask, mask_shape, mask_dtype, causal: see `_MaskedCase`.
     """
 
     key_shape: tuple[int, ...] | None = None
@@ -190,7 +160,7 @@ class ScoresCase(_MaskedCase):
         """The factor of the product."""
         return self.shape[-1] ** -0.5 if self.scale is None else self.scale
 
-    def make_inputs(self, device: torch.device | str, seed: int = 0) -> QueryKey:
+    def make_inputs(self, device: torch.device | str, seed: int = 0) -> Tensors:
         """Draw query, key, mask and dy."""
         draw = Draw(device, seed)
         query, key = (
@@ -198,14 +168,14 @@ class ScoresCase(_MaskedCase):
             for shape in (self.shape, self.key_shape or self.shape)
         )
         mask = self._make_mask(draw)
-        return QueryKey(query, key, mask, draw.normal(self.scores_shape, self.dtype))
+        return Tensors(query=query, key=key, mask=mask, dy=draw.normal(self.scores_shape, self.dtype))
 
-    def ours(self, inputs: QueryKey, backend: str | None) -> Results:
+    def ours(self, inputs: Tensors, backend: str | None) -> Results:
         """The scores or their softmax by the verb."""
         options: dict[str, Any] = {"causal": self.causal, "normalize": self.normalize, "backend": backend}
         return {"y": kf.attention_scores(inputs.query, inputs.key, self.scale, mask=inputs.mask, **options)}
 
-    def definition(self, inputs: QueryKey) -> Results:
+    def definition(self, inputs: Tensors) -> Results:
         """Product, scale, PyTorch's masking, and the definition of softmax."""
         scores = inputs.query @ inputs.key.mT * self.factor
         if not self.normalize:
@@ -213,13 +183,13 @@ class ScoresCase(_MaskedCase):
         mask = None if inputs.mask is None else inputs.mask.expand(scores.shape)
         return {"y": eager.softmax(scores, mask, 1.0, self.causal)}
 
-    def pytorch(self, inputs: QueryKey) -> Results:
+    def pytorch(self, inputs: Tensors) -> Results:
         """Product, multiplication, mask and, if wanted, softmax."""
         scores = unfused.attention_scores(inputs.query, inputs.key, self.scale)
         scores = unfused.masked(scores, inputs.mask, self.causal)
         return {"y": (_weights(scores) if self.normalize else scores).to(self.dtype)}
 
-    def long_double(self, inputs: QueryKey) -> Reference:
+    def long_double(self, inputs: Tensors) -> Reference:
         """The formulas of forward and backward."""
         query, key, dscores = wide(inputs.query), wide(inputs.key), wide(inputs.dy)
         y = self._masked_by_hand(self.factor * (query @ np.swapaxes(key, -1, -2)), inputs.mask)

@@ -11,8 +11,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, fields
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +24,6 @@ from kernel_fusion.core.spec import dtype_name
 from kernel_fusion.testing.budget import Array, Reference
 
 Results = dict[str, Tensor]
-_T = TypeVar("_T", bound="Tensors")
 _MAX_DRAWS, _MAX_DRAWN = 64, 2**21
 _DROPOUT_SEED = 20
 # Short forms of fields, for the names of cases.
@@ -44,17 +44,16 @@ _SHORT = {
 }
 
 
-@dataclass
-class Tensors:
-    """The tensors of a case: leaves of the graph, tensors without gradient, and the cotangents "d" + result."""
+class Tensors(SimpleNamespace):
+    """The tensors of a case by name, some None: leaves of the graph, others, and the cotangents "d" + result."""
 
     def leaves(self) -> dict[str, Tensor]:
         """The tensors to differentiate for, by the gradients' names."""
         return {f"d{name}": t for name, t in vars(self).items() if t is not None and t.requires_grad}
 
-    def widened(self: _T) -> _T:
+    def widened(self) -> Tensors:
         """The same tensors in float64 on the CPU, with the same strides."""
-        return replace(self, **{f.name: _widened(getattr(self, f.name)) for f in fields(self)})
+        return Tensors(**{name: _widened(t) for name, t in vars(self).items()})
 
 
 def _widened(t: Tensor | None) -> Tensor | None:
@@ -78,30 +77,30 @@ def with_gradients(results: Results, inputs: Tensors) -> Results:
 
 @dataclass(frozen=True)
 class Case(ABC):
-    """One call of a verb, forward and backward; a frozen dataclass with `shape` and `dtype`."""
+    """One call of a verb, forward and backward, on an input of `shape` and `dtype`; other fields are the verb's."""
 
     verb: str
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @abstractmethod
-    def make_inputs(self, device: torch.device | str, seed: int = 0) -> Any:
+    def make_inputs(self, device: torch.device | str, seed: int = 0) -> Tensors:
         """Random tensors, drawn on the CPU so that every device sees the same values."""
 
     @abstractmethod
-    def ours(self, inputs: Any, backend: str | None) -> Results:
+    def ours(self, inputs: Tensors, backend: str | None) -> Results:
         """The results by our verb on `backend`, attached to the graph."""
 
     @abstractmethod
-    def definition(self, inputs: Any) -> Results:
+    def definition(self, inputs: Tensors) -> Results:
         """The results by the eager definition."""
 
     @abstractmethod
-    def pytorch(self, inputs: Any) -> Results:
+    def pytorch(self, inputs: Tensors) -> Results:
         """The results by PyTorch's own unfused calls, in the inputs' dtypes."""
 
     @abstractmethod
-    def long_double(self, inputs: Any) -> Reference:
+    def long_double(self, inputs: Tensors) -> Reference:
         """Hand-written results and gradients in NumPy's widest type."""
 
     @property

@@ -11,8 +11,7 @@ import torch
 from kernel_fusion.core.activations import ACTIVATIONS
 from kernel_fusion.testing.attention import ScoresCase, SoftmaxCase
 from kernel_fusion.testing.case import Case
-from kernel_fusion.testing.pointwise import PointwiseCase
-from kernel_fusion.testing.reductions import ReduceCase
+from kernel_fusion.testing.pointwise import PointwiseCase, ReduceCase
 from kernel_fusion.testing.rotary import RotaryCase
 from kernel_fusion.testing.row_norms import GatedNormCase, ModulatedNormCase, RowNormCase, StagedNormCase
 
@@ -39,7 +38,7 @@ def row_norms(quick: bool) -> Iterator[Case]:
     quick_grid: tuple[dict[str, Any], ...] = (
         {"shape": (7, 1), "mean": 3.0, "std": 0.5},
         {"shape": (64, 255)},
-        {"shape": (33, 1024), "affine": False},
+        {"shape": (33, 1024), "weight": None, "bias": None},
         {"shape": (16, 100), "layout": "padded"},
         {"shape": (32, 768), "mean": 1e4, "std": 1.0},
         {"shape": (3, 32768)},
@@ -56,20 +55,13 @@ def row_norms(quick: bool) -> Iterator[Case]:
     )
     for verb, (dtype, parameters) in product(("layer_norm", "rms_norm"), _MIXES):
         for options in quick_grid if quick else quick_grid + more:
-            yield _row_norm(verb, dtype, parameters, **options)
+            yield RowNormCase(verb, dtype=dtype, **{"weight": parameters, "bias": parameters, **options})
 
 
 def training_cases(quick: bool) -> list[RowNormCase]:
     """The fp32 LayerNorm cases with a training step: a norm, a loss, and the loss's gradients."""
     shapes = ((100, 512), (1000, 1024)) if quick else ((100, 512), (1000, 1024), (5000, 256))
-    return [_row_norm("layer_norm", _FP32, _FP32, shape=shape) for shape in shapes]
-
-
-def _row_norm(
-    verb: str, dtype: torch.dtype, parameters: torch.dtype, *, affine: bool = True, **options: Any
-) -> RowNormCase:
-    parameter = parameters if affine else None
-    return RowNormCase(verb, dtype=dtype, weight=parameter, bias=parameter, **options)
+    return [RowNormCase("layer_norm", shape, _FP32, weight=_FP32, bias=_FP32) for shape in shapes]
 
 
 def staged_norms(quick: bool) -> Iterator[Case]:

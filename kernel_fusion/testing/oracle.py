@@ -5,8 +5,6 @@ It also exports the names of the modules beside it, which define cases and the b
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from kernel_fusion.testing.attention import ScoresCase as ScoresCase
@@ -20,32 +18,32 @@ from kernel_fusion.testing.case import Results, with_gradients
 from kernel_fusion.testing.case import Tensors as Tensors
 from kernel_fusion.testing.case import lay_out as lay_out
 from kernel_fusion.testing.pointwise import PointwiseCase as PointwiseCase
-from kernel_fusion.testing.reductions import ReduceCase as ReduceCase
+from kernel_fusion.testing.pointwise import ReduceCase as ReduceCase
 from kernel_fusion.testing.rotary import RotaryCase as RotaryCase
 from kernel_fusion.testing.row_norms import GatedNormCase as GatedNormCase
-from kernel_fusion.testing.row_norms import Inputs as Inputs
 from kernel_fusion.testing.row_norms import ModulatedNormCase as ModulatedNormCase
 from kernel_fusion.testing.row_norms import RowNormCase as RowNormCase
 from kernel_fusion.testing.row_norms import StagedNormCase as StagedNormCase
 from kernel_fusion.testing.row_norms import default_eps as default_eps
+from kernel_fusion.testing.row_norms import tensors as tensors
 
 
-def make_inputs(case: Case, device: torch.device | str, seed: int = 0) -> Any:
+def make_inputs(case: Case, device: torch.device | str, seed: int = 0) -> Tensors:
     """Random tensors for `case`, the same values on every device."""
     return case.make_inputs(device, seed)
 
 
-def run(case: Case, inputs: Any, backend: str | None) -> Results:
+def run(case: Case, inputs: Tensors, backend: str | None) -> Results:
     """Results and gradients of our verb on `backend`."""
     return with_gradients(case.ours(inputs, backend), inputs)
 
 
-def pytorch(case: Case, inputs: Any) -> Results:
+def pytorch(case: Case, inputs: Tensors) -> Results:
     """Results and gradients of PyTorch's own calls."""
     return with_gradients(case.pytorch(inputs), inputs)
 
 
-def reference(case: Case, inputs: Any) -> Reference:
+def reference(case: Case, inputs: Tensors) -> Reference:
     """Results and gradients of the eager definition in float64; for float64 in long double."""
     if any(t is not None and t.dtype == torch.float64 for t in vars(inputs).values()):
         return case.long_double(inputs)

@@ -1,9 +1,11 @@
-"""Cases of the pointwise chains."""
+"""Cases of the pointwise chains and of the reductions."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,16 +21,6 @@ from kernel_fusion.testing.long_double import sum_to
 _COMBINES = {"add_act": "add", "bias_act": "add", "mul_act": "mul", "gated_act": "gate", "act_dropout": "first"}
 
 
-@dataclass
-class Operands(Tensors):
-    """The operands of a chain; `b` is None if there is only one."""
-
-    a: Tensor
-    b: Tensor | None
-    dy: Tensor
-    seed: Tensor | None = None
-
-
 @dataclass(frozen=True)
 class PointwiseCase(Case):
     """One call of a pointwise verb.
@@ -37,9 +29,7 @@ class PointwiseCase(Case):
         verb: "add_act", "mul_act", "bias_act", "act_dropout" or "gated_act".
         shape, dtype: of the first operand.
         other, other_dtype: of the second operand; None for the first one's.
-        activation, dropout_p: as in the verb.
         layout, other_layout: of the operands, as in `lay_out`.
-        mean, std: of the operands' values.
     """
 
     activation: str | None = "relu"
@@ -57,7 +47,7 @@ class PointwiseCase(Case):
         other = self.shape if self.other is None else self.other
         return 0 not in tuple(torch.broadcast_shapes(self.shape, other))
 
-    def make_inputs(self, device: torch.device | str, seed: int = 0) -> Operands:
+    def make_inputs(self, device: torch.device | str, seed: int = 0) -> Tensors:
         """Draw the operands, and dy in the shape and dtype of PyTorch's sum."""
         draw = Draw(device, seed)
         a = draw.normal(self.shape, self.dtype, self.mean, self.std, self.layout)
@@ -68,9 +58,9 @@ class PointwiseCase(Case):
         y = a if b is None else a + b
         dy = draw.normal(tuple(y.shape), y.dtype)
         seed_tensor = dropout_seed(device) if self.dropout_p else None
-        return Operands(a.requires_grad_(), None if b is None else b.requires_grad_(), dy, seed_tensor)
+        return Tensors(a=a.requires_grad_(), b=None if b is None else b.requires_grad_(), dy=dy, seed=seed_tensor)
 
-    def ours(self, inputs: Operands, backend: str | None) -> Results:
+    def ours(self, inputs: Tensors, backend: str | None) -> Results:
         """y by the verb."""
         verb = getattr(kf, self.verb)
         with seeded(inputs.a.device):
@@ -79,12 +69,12 @@ class PointwiseCase(Case):
             options = {"dropout_p": self.dropout_p} if self.verb == "bias_act" else {}
             return {"y": verb(inputs.a, inputs.b, self.activation, backend=backend, **options)}
 
-    def definition(self, inputs: Operands) -> Results:
+    def definition(self, inputs: Tensors) -> Results:
         """y by the operator's definition."""
         chain = _COMBINES[self.verb], self.activation or IDENTITY, 1.0, self.dropout_p, inputs.seed
         return {"y": eager.pointwise(inputs.a, inputs.b, *chain)}
 
-    def pytorch(self, inputs: Operands) -> Results:
+    def pytorch(self, inputs: Tensors) -> Results:
         """The operations one by one."""
 
         def dropout(y: Tensor) -> Tensor:
@@ -92,7 +82,7 @@ class PointwiseCase(Case):
 
         return {"y": unfused.pointwise(self.verb, inputs.a, inputs.b, self.activation, dropout)}
 
-    def long_double(self, inputs: Operands) -> Reference:
+    def long_double(self, inputs: Tensors) -> Reference:
         """Value and gradients, from those of the activation."""
         act = long_double.ACTIVATIONS[self.activation or IDENTITY]
         a, b = wide(inputs.a), wide(torch.zeros(()) if inputs.b is None else inputs.b)
@@ -112,3 +102,59 @@ class PointwiseCase(Case):
             db = da
         results = {"y": keep * y, "da": sum_to(da, inputs.a.shape)}
         return results if inputs.b is None else results | {"db": sum_to(db, inputs.b.shape)}
+
+
+@dataclass(frozen=True)
+class ReduceCase(Case):
+    """One call of "sum_squared" or "mean_abs"; `out_dtype` is the verb's `dtype`, `layout` is that of the input."""
+
+    dim: int | tuple[int, ...] | None = None
+    keepdim: bool = False
+    out_dtype: torch.dtype | None = None
+    layout: str = "contiguous"
+    mean: float = 0.0
+    std: float = 0.25  # keeps the sum of 10^6 squares below fp16's largest number
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The reduced dimensions; all for None."""
+        given = range(len(self.shape)) if self.dim is None else (self.dim,) if isinstance(self.dim, int) else self.dim
+        return tuple(d % max(1, len(self.shape)) for d in given)
+
+    @property
+    def result_size(self) -> int:
+        """The product of the kept sizes."""
+        return math.prod(size for d, size in enumerate(self.shape) if d not in self.dims)
+
+    def make_inputs(self, device: torch.device | str, seed: int = 0) -> Tensors:
+        """x and dy."""
+        draw = Draw(device, seed)
+        x = draw.normal(self.shape, self.dtype, self.mean, self.std, self.layout)
+        y = x.sum(self.dim, self.keepdim)
+        return Tensors(x=x.requires_grad_(), dy=draw.normal(tuple(y.shape), self.out_dtype or self.dtype))
+
+    def ours(self, inputs: Tensors, backend: str | None) -> Results:
+        """y by the verb."""
+        verb = getattr(kf, self.verb)
+        return {"y": verb(inputs.x, self.dim, self.keepdim, dtype=self.out_dtype, backend=backend)}
+
+    def definition(self, inputs: Tensors) -> Results:
+        """y by the operator's definition."""
+        dims = [] if self.dim is None else list(self.dims)
+        return {"y": eager.reduce(inputs.x, dims, self.keepdim, self.verb, None)}
+
+    def pytorch(self, inputs: Tensors) -> Results:
+        """The pointwise function and the reduction, both in the result's dtype."""
+        x = inputs.x.to(self.out_dtype or self.dtype)
+        return {"y": unfused.reduce(self.verb, x, self.dim, self.keepdim)}
+
+    def long_double(self, inputs: Tensors) -> Reference:
+        """Sums by NumPy, and their gradients."""
+        x, dims = wide(inputs.x), self.dims
+        dy = wide(inputs.dy)
+        dy = dy if self.keepdim or not self.shape else np.expand_dims(dy, dims)
+        if self.verb == "sum_squared":
+            return {"y": np.asarray((x * x).sum(dims, keepdims=self.keepdim)), "dx": 2 * x * dy}
+        count = math.prod(self.shape[d] for d in dims) if self.shape else 1
+        total = np.asarray(np.abs(x).sum(dims, keepdims=self.keepdim))
+        return {"y": np.asarray(total / count if count else total * np.nan), "dx": np.sign(x) * dy / max(1, count)}

@@ -21,21 +21,6 @@ EPS = 1e-6
 _MORE_ROWS = 3
 
 
-@dataclass
-class Heads(Tensors):
-    """Query, key, their weights and cotangents, and the angles."""
-
-    query: Tensor
-    key: Tensor | None
-    query_weight: Tensor | None
-    key_weight: Tensor | None
-    cos: Tensor
-    sin: Tensor
-    positions: Tensor | None
-    dy: Tensor
-    dy_key: Tensor | None
-
-
 @dataclass(frozen=True)
 class RotaryCase(Case):
     """One call of `rope` or `qk_norm_rope`.
@@ -47,7 +32,6 @@ class RotaryCase(Case):
         weight, angles: dtypes of the weights (None: there are none) and of cos and sin (None: that of the query).
         positions: whether tokens have positions in a table.
         fused: whether heads are some of those that a wider projection has in memory, token by token.
-        interleaved, unsqueeze_dim, weight_offset, rounding: as in the verbs.
     """
 
     pairs: int = 8
@@ -70,7 +54,7 @@ class RotaryCase(Case):
         """That of a weight's gradient, if there is one."""
         return super().result_size if self.weight is None else self.shape[-1]
 
-    def make_inputs(self, device: torch.device | str, seed: int = 0) -> Heads:
+    def make_inputs(self, device: torch.device | str, seed: int = 0) -> Tensors:
         """Everything, with angles of any size."""
         draw = Draw(device, seed)
         batch, tokens = self.shape[0], self.shape[3 - self.unsqueeze_dim]
@@ -87,10 +71,11 @@ class RotaryCase(Case):
         positions = None
         if self.positions:
             positions = draw.normal((batch, tokens), torch.float64, std=9.0).long() % rows
-        for leaf in (query, key, query_weight, key_weight):
+        leaves = {"query": query, "key": key, "query_weight": query_weight, "key_weight": key_weight}
+        for leaf in leaves.values():
             if leaf is not None:
                 leaf.requires_grad_()
-        return Heads(query, key, query_weight, key_weight, cos, sin, positions, dy, dy_key)
+        return Tensors(**leaves, cos=cos, sin=sin, positions=positions, dy=dy, dy_key=dy_key)
 
     def _heads(self, draw: Draw, shape: tuple[int, ...]) -> Tensor:
         x = draw.normal(shape, self.dtype, std=2.0)
@@ -101,24 +86,22 @@ class RotaryCase(Case):
         wider = x.new_empty(batch, tokens, heads + 2, cols)[:, :, 1:-1].copy_(of_tokens)
         return wider if self.unsqueeze_dim == 2 else wider.transpose(1, 2)
 
-    def ours(self, inputs: Heads, backend: str | None) -> Results:
+    def ours(self, inputs: Tensors, backend: str | None) -> Results:
         """The results by the verb."""
         options: dict[str, Any] = {"interleaved": self.interleaved, "positions": inputs.positions}
         options |= {"unsqueeze_dim": self.unsqueeze_dim, "backend": backend}
         if not self._normed:
             return {"y": kf.rope(inputs.query, inputs.cos, inputs.sin, **options)}
-        assert inputs.key is not None
         weights = inputs.query_weight, inputs.key_weight
         options |= {"weight_offset": self.weight_offset, "rounding": self.rounding}
         y, y_key = kf.qk_norm_rope(inputs.query, inputs.key, *weights, inputs.cos, inputs.sin, EPS, **options)
         return {"y": y, "y_key": y_key}
 
-    def _in_order(self, x: Tensor | None) -> Tensor | None:
+    def _in_order(self, x: Any) -> Any:
         return x if x is None or self.unsqueeze_dim == 2 else x.transpose(1, 2)
 
-    def _arguments(self, inputs: Heads) -> Rotary:
+    def _arguments(self, inputs: Tensors) -> Rotary:
         query, key = self._in_order(inputs.query), self._in_order(inputs.key)
-        assert query is not None
         tensors = query, key, inputs.query_weight, inputs.key_weight, inputs.cos[None], inputs.sin[None]
         eps = EPS if self._normed else None
         return Rotary(*tensors, inputs.positions, eps, self.weight_offset, self.interleaved, self.rounding)
@@ -128,12 +111,12 @@ class RotaryCase(Case):
         of_verb = [v if self.unsqueeze_dim == 2 else v.swapaxes(1, 2) for v in values]
         return dict(zip(("y", "y_key"), of_verb, strict=False))
 
-    def definition(self, inputs: Heads) -> Results:
+    def definition(self, inputs: Tensors) -> Results:
         """The operator's definition."""
         results = eager.qk_norm_rope(*self._arguments(inputs))
         return self._results(list(results[: 1 + self._normed]))
 
-    def pytorch(self, inputs: Heads) -> Results:
+    def pytorch(self, inputs: Tensors) -> Results:
         """A norm, two products, a sum and what puts the pairs in place."""
         c = self._arguments(inputs)
         cos, sin = (t[0][inputs.positions] if self.positions else t for t in (c.cos, c.sin))
@@ -147,7 +130,7 @@ class RotaryCase(Case):
             values.append(unfused.rope(n, cos[:, :, None], sin[:, :, None], self.interleaved).to(x.dtype))
         return self._results(values)
 
-    def long_double(self, inputs: Heads) -> Reference:
+    def long_double(self, inputs: Tensors) -> Reference:
         """The formulas of forward and backward."""
         c, dys = self._arguments(inputs), [self._in_order(t) for t in (inputs.dy, inputs.dy_key)]
         cos, sin = (wide(t) for t in (c.cos, c.sin))
@@ -156,7 +139,6 @@ class RotaryCase(Case):
         cos, sin = cos[:, :, None], sin[:, :, None]
         values, gradients = [], {}
         for (name, x, weight), dy in zip(c.heads, dys, strict=False):
-            assert dy is not None
             y, dx, dweight = self._by_hand(wide(x), weight, wide(dy), cos, sin)
             values.append(y)
             name = "query" if name == "input" else name

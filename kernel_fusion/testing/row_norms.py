@@ -20,20 +20,10 @@ from kernel_fusion.testing.case import Case, Draw, Results, Tensors, dropout_fac
 from kernel_fusion.testing.long_double import Activation, sum_to
 
 
-@dataclass
-class Inputs(Tensors):
-    """The tensors of a norm, and the cotangents of y and h."""
-
-    x: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
-    dy: Tensor
-    residual: Tensor | None = None
-    dh: Tensor | None = None
-    seed: Tensor | None = None
-    gate: Tensor | None = None
-    scale: Tensor | None = None
-    shift: Tensor | None = None
+def tensors(x: Tensor, weight: Tensor | None, bias: Tensor | None, dy: Tensor) -> Tensors:
+    """The tensors of a norm without stages."""
+    absent = dict.fromkeys(("residual", "dh", "seed", "gate", "scale", "shift"))
+    return Tensors(x=x, weight=weight, bias=bias, dy=dy, **absent)
 
 
 @dataclass(frozen=True)
@@ -42,12 +32,9 @@ class RowNormCase(Case):
 
     Attributes:
         verb: "layer_norm" or "rms_norm".
-        shape, dtype: of the input.
         num_dims: how many last dimensions are normalised.
         weight, bias: their dtypes, or None.
-        out_dtype, weight_offset: as in the verb.
         layout: of input and cotangents, as in `lay_out`.
-        mean, std: of the input's values.
     """
 
     num_dims: int = 1
@@ -74,7 +61,7 @@ class RowNormCase(Case):
         """Whether this is RMSNorm."""
         return self.verb.endswith("rms_norm")
 
-    def make_inputs(self, device: torch.device | str, seed: int = 0) -> Inputs:
+    def make_inputs(self, device: torch.device | str, seed: int = 0) -> Tensors:
         """Draw x, weight, bias and dy."""
         draw = Draw(device, seed)
 
@@ -84,36 +71,44 @@ class RowNormCase(Case):
         x = draw.normal(self.shape, self.dtype, self.mean, self.std, self.layout).requires_grad_()
         dy = draw.normal(self.shape, self.result_dtype, layout=self.layout)
         weight, bias = parameter(self.weight, 1.0 - self.weight_offset), parameter(self.bias, 0.5)
-        return Inputs(x, weight, bias, dy)
+        return tensors(x, weight, bias, dy)
 
-    def ours(self, inputs: Inputs, backend: str | None) -> Results:
-        """y by the verb."""
-        options: dict[str, Any] = {"weight_offset": self.weight_offset, "out_dtype": self.out_dtype, "backend": backend}
-        return {"y": self._verb(inputs, **options)}
+    def ours(self, inputs: Tensors, backend: str | None) -> Results:
+        """y and, with a residual, h, by the verb."""
+        with seeded(inputs.x.device):
+            results = self._verb(inputs, **self._options, backend=backend)
+        return {"y": results} if inputs.residual is None else {"y": results.output, "h": results.residual}
 
-    def _verb(self, inputs: Inputs, *residual: Tensor | None, **options: Any) -> Any:
-        verb = getattr(kf, self.verb)
-        return verb(inputs.x, *residual, self.normalized_shape, inputs.weight, bias=inputs.bias, **options)
+    @property
+    def _options(self) -> dict[str, Any]:
+        return self._fields("weight_offset", "out_dtype")
 
-    def definition(self, inputs: Inputs) -> Results:
+    def _fields(self, *names: str) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in names}
+
+    def _verb(self, inputs: Tensors, **options: Any) -> Any:
+        rows = [t for t in (inputs.x, inputs.residual, inputs.gate) if t is not None]
+        return getattr(kf, self.verb)(*rows, self.normalized_shape, inputs.weight, bias=inputs.bias, **options)
+
+    def definition(self, inputs: Tensors) -> Results:
         """y in the input's dtype."""
         affine = inputs.weight, inputs.bias, default_eps(self), self.weight_offset, None
         return {"y": eager.row_norm(inputs.x, self.num_dims, *affine, self.rms)}
 
-    def pytorch(self, inputs: Inputs) -> Results:
+    def pytorch(self, inputs: Tensors) -> Results:
         """`F.layer_norm`, or `F.rms_norm` and an addition."""
         return {"y": self._pytorch_norm(inputs)[0]}
 
-    def _pytorch_norm(self, inputs: Inputs, **stages: Any) -> tuple[Tensor, Tensor]:
+    def _pytorch_norm(self, inputs: Tensors, **stages: Any) -> tuple[Tensor, Tensor]:
         affine = self.normalized_shape, inputs.weight, inputs.bias, default_eps(self)
         stages |= {"rms": self.rms, "weight_offset": self.weight_offset, "out_dtype": self.result_dtype}
         return unfused.staged_norm(inputs.x, inputs.residual, *affine, **stages)
 
-    def long_double(self, inputs: Inputs) -> Reference:
+    def long_double(self, inputs: Tensors) -> Reference:
         """The formulas of forward and backward."""
         return self._by_hand(inputs, long_double.ACTIVATIONS[IDENTITY], long_double.ACTIVATIONS[IDENTITY], np.ones(()))
 
-    def _by_hand(self, inputs: Inputs, pre: Activation, post: Activation, keep: Array) -> Reference:
+    def _by_hand(self, inputs: Tensors, pre: Activation, post: Activation, keep: Array) -> Reference:
         """Forward and backward with stages; `keep` has dropout's factors."""
         x = wide(inputs.x)
         h = keep * pre.value(x)
@@ -131,18 +126,17 @@ class RowNormCase(Case):
         """The mean of each normalised group, shaped to broadcast to the values."""
         return np.asarray(values.mean(tuple(range(-self.num_dims, 0)), keepdims=True))
 
-    def _affine(self, inputs: Inputs) -> tuple[Array, Array]:
-        """Weight and bias, offset included."""
+    def _affine(self, inputs: Tensors) -> tuple[Array, Array]:
         none = np.zeros(self.normalized_shape, np.longdouble)
         weight = none + 1 if inputs.weight is None else wide(inputs.weight) + self.weight_offset
         return weight, none if inputs.bias is None else wide(inputs.bias)
 
-    def _affine_gradients(self, inputs: Inputs, dweight: Array, dbias: Array) -> Reference:
+    def _affine_gradients(self, inputs: Tensors, dweight: Array, dbias: Array) -> Reference:
         """The gradients of the parameters, from those of weight and bias as if every row had its own."""
         shape = self.normalized_shape
         return {"dweight": sum_to(dweight, shape), "dbias": sum_to(dbias, shape)}
 
-    def _norm_by_hand(self, h: Array, dy: Array, inputs: Inputs, post: Activation) -> tuple[Array, Array, Reference]:
+    def _norm_by_hand(self, h: Array, dy: Array, inputs: Tensors, post: Activation) -> tuple[Array, Array, Reference]:
         """activation(norm(h)), and the gradients of h and of the parameters."""
         if h.size == 0:
             return h, h, self._affine_gradients(inputs, h, h)
@@ -165,7 +159,6 @@ class StagedNormCase(RowNormCase):
 
     Attributes:
         verb: also "add_layer_norm" or "add_rms_norm", which also return the normalised sum h.
-        pre_activation, activation, dropout_p, rounding: as in the verb.
         residual: its dtype in the `add_*` verbs; None in others.
     """
 
@@ -175,7 +168,7 @@ class StagedNormCase(RowNormCase):
     dropout_p: float = 0.0
     rounding: str = "once"
 
-    def make_inputs(self, device: torch.device | str, seed: int = 0) -> Inputs:
+    def make_inputs(self, device: torch.device | str, seed: int = 0) -> Tensors:
         """Draw x, weight, bias and dy; residual, dh and the dropout seed if the case has them."""
         inputs = super().make_inputs(device, seed)
         draw = Draw(device, seed + 1)
@@ -186,42 +179,33 @@ class StagedNormCase(RowNormCase):
             inputs.seed = dropout_seed(device)
         return inputs
 
-    def ours(self, inputs: Inputs, backend: str | None) -> Results:
-        """y and, with a residual, h."""
-        options: dict[str, Any] = {"weight_offset": self.weight_offset, "out_dtype": self.out_dtype, "backend": backend}
-        options |= {"pre_activation": self.pre_activation, "activation": self.activation, "rounding": self.rounding}
-        if self.residual is None:
-            return {"y": self._verb(inputs, **options)}
-        with seeded(inputs.x.device):
-            y, h = self._verb(inputs, inputs.residual, dropout_p=self.dropout_p, **options)
-        return {"y": y, "h": h}
+    @property
+    def _options(self) -> dict[str, Any]:
+        names = ["pre_activation", "activation", "rounding", *(["dropout_p"] if self.residual is not None else [])]
+        return super()._options | self._fields(*names)
 
-    def definition(self, inputs: Inputs) -> Results:
+    def definition(self, inputs: Tensors) -> Results:
         """y and h in float64 without intermediate rounding, so that every rounding of a kernel counts as error."""
         affine = inputs.weight, inputs.bias, default_eps(self), self.weight_offset, None
         stages = self.pre_activation or IDENTITY, self.activation or IDENTITY, self.dropout_p, inputs.seed
         y, h = eager.staged_row_norm(inputs.x, inputs.residual, self.num_dims, *affine, self.rms, *stages)
         return {"y": y} if inputs.residual is None else {"y": y, "h": h}
 
-    def pytorch(self, inputs: Inputs) -> Results:
+    def pytorch(self, inputs: Tensors) -> Results:
         """Activation, dropout, addition, norm and activation, each by PyTorch."""
-
-        stages: dict[str, Any] = {"pre_activation": self.pre_activation, "activation": self.activation}
-        stages |= {"dropout": partial(self._dropped, inputs), "rounding": self.rounding}
-        y, h = self._pytorch_norm(inputs, **stages)
+        stages = self._fields("pre_activation", "activation", "rounding")
+        y, h = self._pytorch_norm(inputs, dropout=partial(self._dropped, inputs), **stages)
         return {"y": y} if inputs.residual is None else {"y": y, "h": h}
 
-    def long_double(self, inputs: Inputs) -> Reference:
+    def long_double(self, inputs: Tensors) -> Reference:
         """The formulas of forward and backward with stages."""
         pre, post = (long_double.ACTIVATIONS[name or IDENTITY] for name in (self.pre_activation, self.activation))
         return self._by_hand(inputs, pre, post, self._kept(inputs))
 
-    def _dropped(self, inputs: Inputs, u: Tensor) -> Tensor:
-        """u after dropout, by PyTorch."""
+    def _dropped(self, inputs: Tensors, u: Tensor) -> Tensor:
         return u * dropout_factors(u.detach().contiguous(), self.dropout_p, inputs.seed) if self.dropout_p else u
 
-    def _kept(self, inputs: Inputs) -> Array:
-        """Dropout's factors."""
+    def _kept(self, inputs: Tensors) -> Array:
         return wide(dropout_factors(inputs.x.detach().contiguous(), self.dropout_p, inputs.seed))
 
 
@@ -232,7 +216,6 @@ class GatedNormCase(RowNormCase):
     Attributes:
         gate: its dtype.
         gate_layout: as in `lay_out`; often half of a projection.
-        gate_activation, gate_first, group_size, rounding: as in the verb.
     """
 
     gate: torch.dtype = torch.float32
@@ -242,7 +225,7 @@ class GatedNormCase(RowNormCase):
     group_size: int | None = None
     rounding: str = "once"
 
-    def make_inputs(self, device: torch.device | str, seed: int = 0) -> Inputs:
+    def make_inputs(self, device: torch.device | str, seed: int = 0) -> Tensors:
         """Draw x, weight, bias, dy and gate."""
         inputs = super().make_inputs(device, seed)
         inputs.gate = Draw(device, seed + 1).normal(self.shape, self.gate, layout=self.gate_layout).requires_grad_()
@@ -250,28 +233,24 @@ class GatedNormCase(RowNormCase):
 
     @property
     def _gating(self) -> dict[str, Any]:
-        names = "gate_activation", "gate_first", "group_size", "weight_offset"
-        return {name: getattr(self, name) for name in names}
+        return self._fields("gate_activation", "gate_first", "group_size", "weight_offset")
 
-    def ours(self, inputs: Inputs, backend: str | None) -> Results:
-        """y by the verb."""
-        options: dict[str, Any] = {"out_dtype": self.out_dtype, "rounding": self.rounding, "backend": backend}
-        return {"y": self._verb(inputs, inputs.gate, **self._gating, **options)}
+    @property
+    def _options(self) -> dict[str, Any]:
+        return self._gating | self._fields("out_dtype", "rounding")
 
-    def definition(self, inputs: Inputs) -> Results:
+    def definition(self, inputs: Tensors) -> Results:
         """y in float64, without intermediate rounding."""
-        return {"y": self._verb(inputs, inputs.gate, eps=default_eps(self), backend="eager", **self._gating)}
+        return {"y": self._verb(inputs, eps=default_eps(self), backend="eager", **self._gating)}
 
-    def pytorch(self, inputs: Inputs) -> Results:
+    def pytorch(self, inputs: Tensors) -> Results:
         """Norm (grouped if asked for), activation and products, each by PyTorch."""
-        assert inputs.gate is not None
         affine = self.normalized_shape, inputs.weight, inputs.bias, default_eps(self)
         options = self._gating | {"rms": self.rms, "out_dtype": self.result_dtype, "rounding": self.rounding}
         return {"y": unfused.gated_norm(inputs.x, inputs.gate, *affine, **options)}
 
-    def long_double(self, inputs: Inputs) -> Reference:
+    def long_double(self, inputs: Tensors) -> Reference:
         """The formulas of forward and backward."""
-        assert inputs.gate is not None
         x, gate, dy = wide(inputs.x), wide(inputs.gate), wide(inputs.dy)
         act, none = (long_double.ACTIVATIONS[name or IDENTITY] for name in (self.gate_activation, IDENTITY))
         factor = act.value(gate)
@@ -305,7 +284,7 @@ class ModulatedNormCase(StagedNormCase):
     varies: tuple[int, ...] = ()
     shift_varies: tuple[int, ...] | None = None
 
-    def make_inputs(self, device: torch.device | str, seed: int = 0) -> Inputs:
+    def make_inputs(self, device: torch.device | str, seed: int = 0) -> Tensors:
         """A norm with stages, scale, shift and gate."""
         inputs, draw = super().make_inputs(device, seed), Draw(device, seed + 2)
         shift_varies = self.varies if self.shift_varies is None else self.shift_varies
@@ -316,27 +295,26 @@ class ModulatedNormCase(StagedNormCase):
                 setattr(inputs, name, values.requires_grad_())
         return inputs
 
-    def _verb(self, inputs: Inputs, *residual: Tensor | None, **options: Any) -> Any:
-        options.pop("rounding", None)
+    def _verb(self, inputs: Tensors, **options: Any) -> Any:
+        options.pop("rounding")
         options |= {"gate": inputs.gate} if inputs.gate is not None else {}
+        rows = [t for t in (inputs.x, inputs.residual) if t is not None]
         modulation = inputs.scale, inputs.shift, inputs.weight, inputs.bias
-        return getattr(kf, self.verb)(inputs.x, *residual, self.normalized_shape, *modulation, **options)
+        return getattr(kf, self.verb)(*rows, self.normalized_shape, *modulation, **options)
 
-    def definition(self, inputs: Inputs) -> Results:
+    def definition(self, inputs: Tensors) -> Results:
         """y and h in float64; nothing on the way is rounded."""
         return replace(self, out_dtype=None).ours(inputs, "eager")
 
-    def pytorch(self, inputs: Inputs) -> Results:
+    def pytorch(self, inputs: Tensors) -> Results:
         """The norm with its stages, among them the gate's product, and the modulation, each by PyTorch."""
-        assert inputs.scale is not None
-        stages: dict[str, Any] = {"pre_activation": self.pre_activation, "weight_offset": self.weight_offset}
+        stages = {"dropout": partial(self._dropped, inputs)} | self._fields("pre_activation", "weight_offset")
         affine = self.normalized_shape, inputs.weight, inputs.bias, default_eps(self)
-        stages["dropout"] = partial(self._dropped, inputs)
         y, h = unfused.staged_norm(inputs.x, inputs.residual, *affine, rms=self.rms, **stages)
         y = unfused.modulated(y, inputs.scale, inputs.shift, self.activation).to(self.result_dtype)
         return {"y": y} if inputs.residual is None else {"y": y, "h": h}
 
-    def long_double(self, inputs: Inputs) -> Reference:
+    def long_double(self, inputs: Tensors) -> Reference:
         """The formulas of forward and backward; a gate multiplies as what dropout keeps does."""
         if inputs.gate is None:
             return super().long_double(inputs)
@@ -347,18 +325,16 @@ class ModulatedNormCase(StagedNormCase):
         results["dgate"] = sum_to(products, tuple(inputs.gate.shape))
         return results
 
-    def _dropped(self, inputs: Inputs, u: Tensor) -> Tensor:
+    def _dropped(self, inputs: Tensors, u: Tensor) -> Tensor:
         u = super()._dropped(inputs, u)
         return u if inputs.gate is None else inputs.gate * u
 
-    def _affine(self, inputs: Inputs) -> tuple[Array, Array]:
+    def _affine(self, inputs: Tensors) -> tuple[Array, Array]:
         weight, bias = super()._affine(inputs)
-        assert inputs.scale is not None
         factor = 1 + wide(inputs.scale)
         return weight * factor, bias * factor + (0 if inputs.shift is None else wide(inputs.shift))
 
-    def _affine_gradients(self, inputs: Inputs, dweight: Array, dbias: Array) -> Reference:
-        assert inputs.scale is not None
+    def _affine_gradients(self, inputs: Tensors, dweight: Array, dbias: Array) -> Reference:
         weight, bias = super()._affine(inputs)
         factor = 1 + wide(inputs.scale)
         results = super()._affine_gradients(inputs, dweight * factor, dbias * factor)
@@ -368,7 +344,7 @@ class ModulatedNormCase(StagedNormCase):
         return results
 
 
-def _present(results: Reference, inputs: Inputs) -> Reference:
+def _present(results: Reference, inputs: Tensors) -> Reference:
     """Drop the gradients of absent parameters."""
     absent = {f"d{name}" for name in ("weight", "bias") if getattr(inputs, name) is None}
     return {name: value for name, value in results.items() if name not in absent}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,25 +56,18 @@ def norm(
 def staged_norm(
     x: Tensor,
     residual: Tensor | None,
-    shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    *,
-    rms: bool,
-    weight_offset: float = 0.0,
+    *affine: Any,
     pre_activation: str | None = None,
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
-    rounding: str = "once",
     dropout: Dropout = keep_all,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """y and h: activation, dropout, addition, norm and activation."""
+    """y and h: activation, dropout, addition, norm (with the other arguments of `norm`) and activation."""
     h = dropout(formula(pre_activation or IDENTITY)(x))
     if residual is not None:
         h = (residual + h).to(residual.dtype)
-    y = norm(h, shape, weight, bias, eps, rms=rms, weight_offset=weight_offset, rounding=rounding)
-    y = y.to(out_dtype or x.dtype)
+    y = norm(h, *affine, **options).to(out_dtype or x.dtype)
     return formula(activation or IDENTITY)(y), h
 
 
@@ -85,22 +79,20 @@ def gated_norm(
     bias: Tensor | None,
     eps: float,
     *,
-    rms: bool,
-    weight_offset: float = 0.0,
     gate_activation: str | None = "silu",
     gate_first: bool = False,
     group_size: int | None = None,
     out_dtype: torch.dtype | None = None,
-    rounding: str = "once",
+    **options: Any,
 ) -> Tensor:
-    """Activation, norm and product. With groups, or "hf", weight and bias come after a norm without them."""
+    """Activation, `norm` and product. With groups, or "hf", weight and bias come after a norm without them."""
     factor = formula(gate_activation or IDENTITY)(gate)
     h = x * factor if gate_first else x
     if group_size is not None:
         h = h.unflatten(-1, (-1, group_size))
         weight, bias = (None if t is None else t.unflatten(-1, (-1, group_size)) for t in (weight, bias))
-        shape, rounding = (group_size,), "hf"
-    y = norm(h, shape, weight, bias, eps, rms=rms, weight_offset=weight_offset, rounding=rounding).reshape(x.shape)
+        shape, options["rounding"] = (group_size,), "hf"
+    y = norm(h, shape, weight, bias, eps, **options).reshape(x.shape)
     y = y if gate_first else y.to(x.dtype) * factor
     return y.to(out_dtype or x.dtype)
 
