@@ -99,6 +99,31 @@ class DroppingSilu(nn.Module):
         return F.dropout(F.silu(x), 0.5, self.training)
 
 
+class DetachedNorm(nn.RMSNorm):
+    """RMSNorm whose statistics have no gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(x.detach().square().mean(-1, keepdim=True) + 1e-6)
+
+
+class InferenceNorm(nn.LayerNorm):
+    """LayerNorm without gradients."""
+
+    @torch.no_grad()
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input)
+
+
+class CountingNorm(nn.LayerNorm):
+    """LayerNorm that counts its calls."""
+
+    calls = 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(input)
+
+
 class Gated(nn.Module):
     """act(a(x)) * b(x)."""
 
@@ -180,6 +205,72 @@ def test_a_buffer_may_change_later() -> None:
 def test_an_activation_of_the_same_class_put_in_later_counts(act: nn.Module, change: Any) -> None:
     """A rewritten product looks at what its activation holds, too."""
     assert_same(Gated(act), change, size=3.0)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [DetachedNorm(16), InferenceNorm(16), Call(lambda x: x * torch.sigmoid(x.detach())), Call(torch.no_grad()(F.mish))],
+    ids=["statistics", "norm", "activation", "activation without"],
+)
+def test_a_detached_gradient_stays_so(module: nn.Module) -> None:
+    """A module whose result is ours and whose gradient is another function's is left."""
+    model = nn.Sequential(nn.Linear(16, 16), module)
+    patched = copy.deepcopy(model)
+    assert kf.patch(patched).replaced == []
+    x = torch.randn(8, 16)
+    for one in (model, patched):
+        y = one(x)
+        if y.requires_grad:
+            y.square().sum().backward()
+    torch.testing.assert_close(patched[0].weight.grad, model[0].weight.grad)
+
+
+def test_what_a_norm_keeps_of_its_calls_is_kept() -> None:
+    """A norm that writes to itself runs its own forward."""
+    model = nn.Sequential(CountingNorm(16))
+    kf.patch(model)
+    model(torch.ones(2, 16))
+    assert model[0].calls == 1
+
+
+def turned(t: Tensor) -> Tensor:
+    """The halves of a head, turned by a right angle."""
+    a, b = t.chunk(2, -1)
+    return torch.cat((-b, a), -1)
+
+
+def turn_in_place(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn two tensors, and return them."""
+    for t in (q, k):
+        t.copy_(t * cos.unsqueeze(1) + turned(t) * sin.unsqueeze(1))
+    return q, k
+
+
+class Angles(nn.Module):
+    """cos and sin of positions, each angle twice."""
+
+    def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        angles = (positions.unsqueeze(-1) * torch.tensor([1.0, 0.1])).repeat(1, 1, 2)
+        return angles.cos(), angles.sin()
+
+
+class TurningInPlace(nn.Module):
+    """Query by key, both turned where they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.angles = Angles()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = x.unflatten(-1, (2, 2, 4)).movedim(2, 0).transpose(-2, -3).clone()
+        cos, sin = self.angles(x, torch.arange(x.shape[1]).expand(x.shape[0], -1))
+        turn_in_place(q, k, cos, sin)
+        return q @ k.mT
+
+
+def test_a_function_that_turns_in_place_is_left() -> None:
+    """A caller may ignore what such a function returns."""
+    assert_same(nn.Sequential(nn.Unflatten(0, (8, 8)), TurningInPlace()))
 
 
 def test_a_patch_leaves_buffers_and_random_numbers() -> None:

@@ -155,7 +155,7 @@ def _function(examination: Examination, gate_name: str) -> NormForm | str:
         if same_function(found[2].flatten(1), exact.flatten(1)):
             if all(same_function(y.flatten(1), exact.flatten(1)) for y in found.values()):
                 if not examination.stand_in.is_steady(*(t.reshape(2, 9, *examination.row) for t in (x, *gate))):
-                    return "its result depends on a buffer, or on training"
+                    return "it keeps something, or its result depends on a buffer or on training"
                 return form if len(found) == 3 else replace(form, dims=tuple(found))
             return "it normalises other dimensions where the input has more of them"
     return "it computes none of our norms over the last dimensions"
