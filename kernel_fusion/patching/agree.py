@@ -11,7 +11,7 @@ from torch import Tensor
 SAME_FUNCTION = 2.0**-14
 # "hf" and "once" differ in a tenth of all elements, two fp32 summation orders in a thousandth.
 SAME_ROUNDING = 0.01
-# Part of a gradient that is cut off, as by `detach`, is more than these units in the last place of fp32.
+# Units in the last place; a gradient that is cut off, as by `detach`, is further off in fp32.
 _SAME_GRADIENT = 2.0**12
 
 Function = Callable[..., Tensor]
@@ -35,10 +35,7 @@ def differing_bits(ours: Tensor, theirs: Tensor) -> float:
 
 
 def no_worse(ours: Tensor, theirs: Tensor, exact: Tensor, coarse: float) -> bool:
-    """Whether our error over the whole tensor is at most twice (theirs + one rounding), and theirs is at most `coarse`.
-
-    The latter is relative to the largest value: a larger error is another function's.
-    """
+    """Whether our largest error is at most twice (theirs + one rounding), and theirs not beyond `coarse`."""
     if ours.dtype != theirs.dtype or ours.shape != theirs.shape or not ours.isfinite().all():
         return False
     exact = exact.double()
@@ -59,13 +56,13 @@ def gradients(function: Function, inputs: Sequence[Tensor], cotangent: Tensor) -
 def disagreement(ours: Function, theirs: Function, exact: Function, inputs: Sequence[Tensor]) -> str | None:
     """The result or gradient in which ours is worse than theirs against the float64 evaluation `exact`, or None."""
     y = theirs(*inputs)
-    random = torch.Generator().manual_seed(7)  # not the inputs' seed: x as its own cotangent has hardly any gradient
+    random = torch.Generator().manual_seed(7)  # x as its own cotangent has hardly any gradient
     cotangent = torch.randn(y.shape, generator=random).to(y.dtype)
     wide = gradients(exact, [x.double() for x in inputs], cotangent)
     coarse = _SAME_GRADIENT * max(torch.finfo(t.dtype).eps for t in (y, *inputs))
     try:
         others = gradients(theirs, inputs, cotangent)
-    except Exception:  # unknown code may raise anything, or detach
+    except Exception:  # it may detach
         return "whether it has gradients"
     for index, (mine, other, true) in enumerate(zip(gradients(ours, inputs, cotangent), others, wide, strict=True)):
         if not no_worse(mine, other, true, coarse):

@@ -140,7 +140,7 @@ def _function(examination: Examination, gate_name: str) -> NormForm | str:
     x, *gate = examination.rows(len(sizes), torch.float32, sizes)
     parameters = examination.parameters(torch.float32)
     peak = int(parameters[0].argmax()) if parameters else 0
-    x.flatten(1)[-2:, peak] *= torch.tensor([-1e3, 1e3])  # a norm that clips values is none of ours
+    x.flatten(1)[-2:, peak] *= torch.tensor([-1e3, 1e3])  # for norms that clip
     found = {
         len(lead): y.reshape(x.shape)
         for lead in ((18,), (2, 9), (2, 3, 3))

@@ -55,10 +55,7 @@ class StandIn:
         return self.kind.forward(self.module, *inputs)
 
     def is_steady(self, *inputs: Tensor) -> bool:
-        """Whether the result stays in the other mode, training or evaluation, and with other values in buffers.
-
-        Code that keeps something on its module is not steady either: a kernel would not.
-        """
+        """Whether nothing is kept, and the result stays in the other mode, of training, and with other buffers."""
         own = vars(self.module)
         kept = dict(own)
         try:
@@ -68,7 +65,7 @@ class StandIn:
                 own["training"] = not own["training"]
                 own["_buffers"] = {name: _other(b) for name, b in self.module._buffers.items()}
                 return not keeps and torch.equal(self(*inputs), y)
-        except Exception:  # unknown code may raise anything
+        except Exception:
             return False
         finally:
             own.update(kept)
@@ -83,12 +80,12 @@ def _other(buffer: Tensor | None) -> Tensor | None:
 
 
 def settings(module: nn.Module) -> tuple[Any, ...]:
-    """What a module itself holds; together with its class and tensors it decides its forward."""
+    """What a module holds; with its class and tensors it decides its forward."""
     return tuple([(name, _value(value)) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE])
 
 
 def _value(value: Any) -> Any:
-    """Something hashable that is equal for equal values, and differs where a forward may."""
+    """Something hashable, equal for equal values."""
     if type(value) in _PLAIN:
         return type(value), value
     if isinstance(value, types.MethodType):
