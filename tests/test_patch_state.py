@@ -32,6 +32,9 @@ class Config:
     def __init__(self, eps: float) -> None:
         self.eps = eps
 
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(x) if self.eps == 1.0 else x * torch.sigmoid(1.702 * x)
+
 
 class ConfigNorm(nn.Module):
     """RMSNorm whose eps is in an object."""
@@ -167,6 +170,7 @@ def assert_same(model: nn.Module, change: Callable[[Any], Any] = lambda model: N
     [
         nn.Sequential(Call(lambda x: x * torch.sigmoid(x)), Call(lambda x: x * torch.tanh(F.softplus(x)))),
         nn.Sequential(Gated(Call(F.silu)), Gated(Call(F.gelu))),
+        nn.Sequential(Call(Config(1.0).scaled), Call(Config(2.0).scaled)),
         nn.Sequential(ConfigNorm(1e-6), nn.Linear(16, 16), ConfigNorm(1e-1)),
         nn.Sequential(BufferNorm(0.0), BufferNorm(2.0)),
         nn.Sequential(MovingNorm(0.0)),
@@ -175,7 +179,18 @@ def assert_same(model: nn.Module, change: Callable[[Any], Any] = lambda model: N
         Summed(TwiceNorm(16)),
         Gated(TwiceSilu()),
     ],
-    ids=["functions", "gates", "configs", "buffers", "statistics", "clipped", "limited", "call", "gate's call"],
+    ids=[
+        "functions",
+        "gates",
+        "methods",
+        "configs",
+        "buffers",
+        "statistics",
+        "clipped",
+        "limited",
+        "call",
+        "gate's call",
+    ],
 )
 def test_modules_of_a_class_that_compute_otherwise(model: nn.Module) -> None:
     """What one module holds is not taken for what another holds, and nothing rare is lost."""

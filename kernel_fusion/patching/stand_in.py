@@ -81,14 +81,16 @@ def _other(buffer: Tensor | None) -> Tensor | None:
 
 def settings(module: nn.Module) -> tuple[Any, ...]:
     """What a module holds; with its class and tensors it decides its forward."""
-    return tuple([(name, _value(value)) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE])
+    return tuple(
+        [(name, _value(module, value)) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE]
+    )
 
 
-def _value(value: Any) -> Any:
+def _value(module: nn.Module, value: Any) -> Any:
     """Something hashable, equal for equal values."""
     if type(value) in _PLAIN:
         return type(value), value
-    if isinstance(value, types.MethodType):
+    if isinstance(value, types.MethodType) and value.__self__ is module:
         return value.__func__
     plain = type(value).__hash__ is not None and not isinstance(value, tuple | functools.partial)
     return (type(value), value) if plain else repr(value)
