@@ -307,3 +307,10 @@ def test_defaults_of_the_user_change_nothing(dtype: torch.dtype) -> None:
             assert len(kf.patch(model).replaced) == 1
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_a_patched_model_computes_shapes_on_meta() -> None:
+    """Tensors without data go through norms, sums and softmaxes as before."""
+    model = nn.Sequential(Summed(nn.LayerNorm(16)), nn.LayerNorm(16), nn.Softmax(-1))
+    assert len(kf.patch(model).replaced) == 4
+    assert model.to("meta")(torch.empty(3, 16, device="meta")).shape == (3, 16)

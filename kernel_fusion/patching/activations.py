@@ -63,7 +63,7 @@ class SoftmaxForm:
         def forward(self_: nn.Module, input: Tensor) -> Tensor:
             dim = self_.dim
             last = isinstance(dim, int) and dim in (-1, input.dim() - 1)
-            autocast = torch.is_autocast_enabled(input.device.type)  # PyTorch's returns fp32 then
+            autocast = not input.is_meta and torch.is_autocast_enabled(input.device.type)  # PyTorch's returns fp32 then
             if torch.compiler.is_compiling() or autocast or not last or not _floating(input):
                 return original.forward(self_, input)  # type: ignore[no-any-return]
             return softmax(input, -1)
