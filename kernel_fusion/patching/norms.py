@@ -146,7 +146,7 @@ def _of_call(verbs: Mapping[Any, Verb], x: Tensor, weight: Tensor | None) -> Ver
     """The verb of a call's case, or None if it was not examined."""
     if x.is_cuda:
         autocast = torch.is_autocast_enabled("cuda")
-    elif torch.is_autocast_enabled("cpu" if x.is_cpu else x.device.type):
+    elif not x.is_meta and torch.is_autocast_enabled("cpu" if x.is_cpu else x.device.type):
         return None
     else:
         autocast = False

@@ -20,7 +20,7 @@ from kernel_fusion.patching.rewrite import RewriteForm
 from kernel_fusion.patching.rewriter import Site
 from kernel_fusion.patching.rotary import ONCE, AnglesForm, confirm_rotary, fit_angles, fit_rotary
 from kernel_fusion.patching.sites import identity, is_dropout
-from kernel_fusion.patching.stand_in import StandIn, examining, settings
+from kernel_fusion.patching.stand_in import StandIn, buffers, examining, settings
 from kernel_fusion.patching.swap import Plan, change, is_changed, original_class, plan_of, restore
 
 _TORCH_NORMS = (nn.LayerNorm, nn.RMSNorm)
@@ -233,7 +233,7 @@ class _Walk:
         """Whether what stands around a patched norm may become one pass with it; why not, the report says."""
         if not isinstance(norm, nn.Module) or not isinstance(form := plan_of(norm), NormForm) or form.gate is not None:
             return False
-        if site.modulated and not form.modulates:
+        if (site.modulated and not form.modulates) or not _only_forward(norm):
             return False
         key = "site", site.adds, site.modulated, form, _kind(norm), _place(norm)
         reason = self.once(key, lambda: confirm(norm, form, site.adds, site.modulated))
@@ -267,7 +267,7 @@ class _Walk:
         """The activation that a text in a method refers to: its identity and its name."""
         act = _value(module, found, text)
         if isinstance(act, nn.Module):
-            if next(act.children(), None) is not None or act._parameters or act._buffers:
+            if next(act.children(), None) is not None or act._parameters or act._buffers or not _only_forward(act):
                 return None
             name = self.once(("act", _kind(act)), lambda: name_of(StandIn(act)))
         elif isinstance(act, _FUNCTIONS) and not isinstance(getattr(act, "__self__", None), nn.Module):
@@ -300,6 +300,11 @@ def _may_be_ours(module: nn.Module) -> bool:
     return not isinstance(module, nn.Linear | nn.Embedding | nn.modules.conv._ConvNd)
 
 
+def _only_forward(module: nn.Module) -> bool:
+    """Whether calling a module runs its hooks and its forward, and nothing else."""
+    return type(module).__call__ is nn.Module.__call__
+
+
 def _hands_off(module: nn.Module) -> str | None:
     """Why a module that somebody has changed is left alone, or None."""
     if isinstance(module, torch.jit.ScriptModule):
@@ -312,7 +317,7 @@ def _hands_off(module: nn.Module) -> str | None:
 def _kind(module: nn.Module) -> tuple[Any, ...]:
     """The key of modules that compute alike."""
     members = [(name, None if p is None else tuple(p.shape)) for name, p in module._parameters.items()]
-    return original_class(type(module)), repr(settings(module)), tuple(members)
+    return original_class(type(module)), settings(module), tuple(members), buffers(module)
 
 
 def _place(module: nn.Module) -> tuple[Any, ...]:

@@ -205,7 +205,7 @@ class _Trial:
 
     def theirs(self, pairs: int, dtype: torch.dtype, **options: Any) -> Callable[..., Tensor]:
         angles = [self.repeat(t) for t in self.angles(pairs, dtype)]
-        return lambda *heads: _joined(self.function(*(t.clone() for t in heads), *angles, **options))
+        return lambda *heads: _joined(self.function(*heads, *angles, **options))
 
     def ours(self, pairs: int, dtype: torch.dtype, rounding: str, backend: str | None = "eager") -> Any:
         angles = self.angles(pairs, dtype)
@@ -220,6 +220,8 @@ class _Trial:
     def same(self, pairs: int, **options: Any) -> bool:
         heads = self.heads(torch.float32)
         found = _attempt(self.theirs(pairs, torch.float32, **options), heads)
+        if not all(map(torch.equal, heads, self.heads(torch.float32))):  # it turns its arguments in place
+            return False
         ours = self.ours(pairs, torch.float32, "once")(*heads)
         return found is not None and found.shape == ours.shape and torch.allclose(found, ours, 0, 1e-4)
 

@@ -10,14 +10,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kernel_fusion.functional import bound, gated_act
+from kernel_fusion.patching.stand_in import settings
 from kernel_fusion.patching.swap import is_bare, original_class
 
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def identity(act: Any) -> Any:
-    """The identity of an activation: a module's class, or the function itself."""
-    return original_class(type(act)) if isinstance(act, nn.Module) else act
+    """The identity of an activation: a module's class and what it holds, or the function itself."""
+    return (original_class(type(act)), settings(act)) if isinstance(act, nn.Module) else act
 
 
 def gated_by(acts: dict[str, tuple[Any, str]]) -> Callable[[str, Any, Any, Any], Any]:
@@ -28,7 +29,7 @@ def gated_by(acts: dict[str, tuple[Any, str]]) -> Callable[[str, Any, Any, Any],
         known, gate_by = in_one_pass[text]
         if (
             not torch.compiler.is_compiling()  # the compiler fuses this itself
-            and identity(act) is known
+            and identity(act) == known
             and (not isinstance(act, nn.Module) or is_bare(act))
             and _floating(gate)
             and _floating(value)

@@ -7,7 +7,9 @@ sets on itself.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import types
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from kernel_fusion.patching.swap import original_class
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype})
+_SMALL = 4096  # elements of a buffer whose values are compared
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -31,7 +37,7 @@ class StandIn:
         self.module: nn.Module = self.kind.__new__(self.kind)
         random = generator()
         self.parameters = {
-            name: 1 + 0.3 * torch.randn(p.shape, generator=random)
+            name: 1 + 0.3 * torch.randn(p.shape, generator=random, dtype=torch.float32)
             for name, p in module._parameters.items()
             if p is not None
         }
@@ -48,15 +54,56 @@ class StandIn:
         """The result of the module's forward."""
         return self.kind.forward(self.module, *inputs)
 
+    def is_steady(self, *inputs: Tensor) -> bool:
+        """Whether nothing is kept, and the result stays in the other mode, of training, and with other buffers."""
+        own = vars(self.module)
+        kept = dict(own)
+        try:
+            with torch.no_grad():
+                y = self(*inputs)
+                keeps = own.keys() != kept.keys() or any(own[name] is not value for name, value in kept.items())
+                own["training"] = not own["training"]
+                own["_buffers"] = {name: _other(b) for name, b in self.module._buffers.items()}
+                return not keeps and torch.equal(self(*inputs), y)
+        except Exception:
+            return False
+        finally:
+            own.update(kept)
+
 
 def _on_cpu(buffer: Tensor) -> Tensor:
-    return torch.ones(buffer.shape, dtype=buffer.dtype) if buffer.is_meta else buffer.detach().cpu()
+    return torch.ones(buffer.shape, dtype=buffer.dtype) if buffer.is_meta else buffer.detach().cpu().clone()
 
 
-def settings(module: nn.Module) -> dict[str, Any]:
-    """The numbers, names and flags of a module; together with its class they decide its forward."""
-    plain = (bool, int, float, str, tuple, type(None), torch.dtype)
-    return {name: value for name, value in vars(module).items() if isinstance(value, plain) and name != "training"}
+def _other(buffer: Tensor | None) -> Tensor | None:
+    return buffer if buffer is None or not buffer.is_floating_point() else buffer * 1.5 + 0.25
+
+
+def settings(module: nn.Module) -> tuple[Any, ...]:
+    """What a module holds; with its class and tensors it decides its forward."""
+    return tuple(
+        [(name, _value(module, value)) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE]
+    )
+
+
+def _value(module: nn.Module, value: Any) -> Any:
+    """Something hashable, equal for equal values."""
+    if type(value) in _PLAIN:
+        return type(value), value
+    if isinstance(value, types.MethodType) and value.__self__ is module:
+        return value.__func__
+    plain = type(value).__hash__ is not None and not isinstance(value, tuple | functools.partial)
+    return (type(value), value) if plain else repr(value)
+
+
+def buffers(module: nn.Module) -> tuple[Any, ...]:
+    """The buffers of a module: the values of small ones, the identities of others."""
+    return tuple(
+        (name, tuple(b.shape), b.dtype, repr(b.tolist()))
+        if type(b) is Tensor and not b.is_meta and b.numel() <= _SMALL
+        else (name, id(b))
+        for name, b in module._buffers.items()
+    )
 
 
 def arguments(function: Any) -> list[inspect.Parameter] | None:
@@ -69,11 +116,17 @@ def arguments(function: Any) -> list[inspect.Parameter] | None:
 
 @contextlib.contextmanager
 def examining() -> Iterator[None]:
-    """Within: one thread, faster for small tensors, and no warnings from unknown code."""
+    """Within: one thread, faster for small tensors, new tensors on the CPU, and no warnings from unknown code."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with warnings.catch_warnings(), torch.autocast("cpu", enabled=False), torch.inference_mode(False):
+        with (
+            warnings.catch_warnings(),
+            torch.autocast("cpu", enabled=False),
+            torch.inference_mode(False),
+            torch.device("cpu"),
+            torch.random.fork_rng([]),
+        ):
             warnings.simplefilter("ignore")
             yield
     finally:

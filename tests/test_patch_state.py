@@ -1,0 +1,318 @@
+"""`kf.patch` looks at all that decides a forward: held objects, buffers, the mode, large values, `__call__`."""
+
+# ruff: noqa: D102 (the docstring of a module here says what its forward computes)
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import kernel_fusion as kf
+
+
+class Call(nn.Module):
+    """A function that the module holds."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class Config:
+    """An object with an eps."""
+
+    def __init__(self, eps: float) -> None:
+        self.eps = eps
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(x) if self.eps == 1.0 else x * torch.sigmoid(1.702 * x)
+
+
+class ConfigNorm(nn.Module):
+    """RMSNorm whose eps is in an object."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.weight, self.config = nn.Parameter(torch.ones(16)), Config(eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (16,), self.weight, self.config.eps)
+
+
+class BufferNorm(nn.Module):
+    """LayerNorm whose bias is a buffer."""
+
+    bias: Tensor
+
+    def __init__(self, bias: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+        self.register_buffer("bias", torch.full((16,), bias))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (16,), self.weight, self.bias)
+
+
+class MovingNorm(BufferNorm):
+    """LayerNorm that counts what it has seen in a buffer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.bias.mul_(0.9).add_(0.1)
+        return super().forward(x)
+
+
+class DroppingNorm(nn.LayerNorm):
+    """LayerNorm, then dropout."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.dropout(super().forward(input), 0.5, self.training)
+
+
+class ClippedNorm(nn.LayerNorm):
+    """LayerNorm, then a limit that made-up rows seldom reach."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).clamp(-3.5, 3.5)
+
+
+class TwiceNorm(nn.LayerNorm):
+    """LayerNorm, which a call doubles."""
+
+    def __call__(self, *args: Any) -> Any:
+        return 2 * super().__call__(*args)
+
+
+class TwiceSilu(nn.SiLU):
+    """SiLU, which a call doubles."""
+
+    def __call__(self, *args: Any) -> Any:
+        return 2 * super().__call__(*args)
+
+
+class DroppingSilu(nn.Module):
+    """SiLU, with dropout in training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(F.silu(x), 0.5, self.training)
+
+
+class DetachedNorm(nn.RMSNorm):
+    """RMSNorm whose statistics have no gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(x.detach().square().mean(-1, keepdim=True) + 1e-6)
+
+
+class InferenceNorm(nn.LayerNorm):
+    """LayerNorm without gradients."""
+
+    @torch.no_grad()
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input)
+
+
+class CountingNorm(nn.LayerNorm):
+    """LayerNorm that counts its calls."""
+
+    calls = 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(input)
+
+
+class Gated(nn.Module):
+    """act(a(x)) * b(x)."""
+
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.a, self.b, self.act = nn.Linear(16, 16), nn.Linear(16, 16), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.a(x)) * self.b(x)  # type: ignore[no-any-return]
+
+
+class Summed(nn.Module):
+    """norm(a(x) + x)."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.a, self.norm = nn.Linear(16, 16), norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x) + x
+        return self.norm(h) + h  # type: ignore[no-any-return]
+
+
+def assert_same(model: nn.Module, change: Callable[[Any], Any] = lambda model: None, size: float = 1.0) -> None:
+    """The patched model computes the same, after both are changed."""
+    patched = copy.deepcopy(model)
+    kf.patch(patched)
+    change(model)
+    change(patched)
+    x = size * torch.randn(64, 16)
+    x[0, 0] *= 100
+    results = []
+    for one in (model, patched):
+        torch.manual_seed(3)
+        results.append(one(x))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Sequential(Call(lambda x: x * torch.sigmoid(x)), Call(lambda x: x * torch.tanh(F.softplus(x)))),
+        nn.Sequential(Gated(Call(F.silu)), Gated(Call(F.gelu))),
+        nn.Sequential(Call(Config(1.0).scaled), Call(Config(2.0).scaled)),
+        nn.Sequential(ConfigNorm(1e-6), nn.Linear(16, 16), ConfigNorm(1e-1)),
+        nn.Sequential(BufferNorm(0.0), BufferNorm(2.0)),
+        nn.Sequential(MovingNorm(0.0)),
+        nn.Sequential(ClippedNorm(16)),
+        nn.Sequential(Call(lambda x: torch.clamp(F.relu(x), max=20.0))),
+        Summed(TwiceNorm(16)),
+        Gated(TwiceSilu()),
+    ],
+    ids=[
+        "functions",
+        "gates",
+        "methods",
+        "configs",
+        "buffers",
+        "statistics",
+        "clipped",
+        "limited",
+        "call",
+        "gate's call",
+    ],
+)
+def test_modules_of_a_class_that_compute_otherwise(model: nn.Module) -> None:
+    """What one module holds is not taken for what another holds, and nothing rare is lost."""
+    assert_same(model, size=10.0)
+
+
+@pytest.mark.parametrize("model", [nn.Sequential(DroppingNorm(16)), Gated(DroppingSilu())], ids=["norm", "gate"])
+def test_a_model_in_evaluation_may_be_trained_later(model: nn.Module) -> None:
+    """What a module does in training only is seen though it is patched in evaluation."""
+    assert_same(model.eval(), nn.Module.train)
+
+
+def test_a_buffer_may_change_later() -> None:
+    """A checkpoint may be loaded after the patch."""
+    assert_same(nn.Sequential(BufferNorm(0.0)), lambda model: model[0].bias.fill_(3.0))
+
+
+@pytest.mark.parametrize(
+    ("act", "change"),
+    [
+        (nn.GELU(), lambda model: setattr(model, "act", nn.GELU("tanh"))),
+        (nn.LeakyReLU(), lambda model: setattr(model.act, "negative_slope", 0.3)),
+        (Call(F.silu), lambda model: setattr(model.act, "function", F.relu)),
+    ],
+    ids=["another", "setting", "function"],
+)
+def test_an_activation_of_the_same_class_put_in_later_counts(act: nn.Module, change: Any) -> None:
+    """A rewritten product looks at what its activation holds, too."""
+    assert_same(Gated(act), change, size=3.0)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [DetachedNorm(16), InferenceNorm(16), Call(lambda x: x * torch.sigmoid(x.detach())), Call(torch.no_grad()(F.mish))],
+    ids=["statistics", "norm", "activation", "activation without"],
+)
+def test_a_detached_gradient_stays_so(module: nn.Module) -> None:
+    """A module whose result is ours and whose gradient is another function's is left."""
+    model = nn.Sequential(nn.Linear(16, 16), module)
+    patched = copy.deepcopy(model)
+    assert kf.patch(patched).replaced == []
+    x = torch.randn(8, 16)
+    for one in (model, patched):
+        y = one(x)
+        if y.requires_grad:
+            y.square().sum().backward()
+    torch.testing.assert_close(patched[0].weight.grad, model[0].weight.grad)
+
+
+def test_what_a_norm_keeps_of_its_calls_is_kept() -> None:
+    """A norm that writes to itself runs its own forward."""
+    model = nn.Sequential(CountingNorm(16))
+    kf.patch(model)
+    model(torch.ones(2, 16))
+    assert model[0].calls == 1
+
+
+def turned(t: Tensor) -> Tensor:
+    """The halves of a head, turned by a right angle."""
+    a, b = t.chunk(2, -1)
+    return torch.cat((-b, a), -1)
+
+
+def turn_in_place(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn two tensors, and return them."""
+    for t in (q, k):
+        t.copy_(t * cos.unsqueeze(1) + turned(t) * sin.unsqueeze(1))
+    return q, k
+
+
+class Angles(nn.Module):
+    """cos and sin of positions, each angle twice."""
+
+    def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        angles = (positions.unsqueeze(-1) * torch.tensor([1.0, 0.1])).repeat(1, 1, 2)
+        return angles.cos(), angles.sin()
+
+
+class TurningInPlace(nn.Module):
+    """Query by key, both turned where they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.angles = Angles()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = x.unflatten(-1, (2, 2, 4)).movedim(2, 0).transpose(-2, -3).clone()
+        cos, sin = self.angles(x, torch.arange(x.shape[1]).expand(x.shape[0], -1))
+        turn_in_place(q, k, cos, sin)
+        return q @ k.mT  # type: ignore[no-any-return]
+
+
+def test_a_function_that_turns_in_place_is_left() -> None:
+    """A caller may ignore what such a function returns."""
+    assert_same(nn.Sequential(nn.Unflatten(0, (8, 8)), TurningInPlace()))
+
+
+def test_a_patch_leaves_buffers_and_random_numbers() -> None:
+    """The user's statistics do not move, though the module's code writes into them, nor do random numbers."""
+    model = nn.Sequential(MovingNorm(0.5), DroppingNorm(16))
+    state = torch.get_rng_state()
+    kf.patch(model)
+    assert torch.equal(model.get_buffer("0.bias"), torch.full((16,), 0.5))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_defaults_of_the_user_change_nothing(dtype: torch.dtype) -> None:
+    """A default device and a default dtype do not reach the made-up tensors."""
+    model = nn.Sequential(nn.LayerNorm(16))
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            assert len(kf.patch(model).replaced) == 1
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_patched_model_computes_shapes_on_meta() -> None:
+    """Tensors without data go through norms, sums and softmaxes as before."""
+    model = nn.Sequential(Summed(nn.LayerNorm(16)), nn.LayerNorm(16), nn.Softmax(-1))
+    assert len(kf.patch(model).replaced) == 4
+    assert model.to("meta")(torch.empty(3, 16, device="meta")).shape == (3, 16)
