@@ -3,17 +3,42 @@
 TorchScript evaluates the annotations of a module's class, so here they are no text.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from kernel_fusion.backends.availability import is_dtensor
 from kernel_fusion.core import checks
-from kernel_fusion.nn.fast_path import keep_out_of_fast_paths
 
 Shape = int | Sequence[int] | torch.Size
+T = TypeVar("T")
+
+
+class _CountedHooks(OrderedDict[int, Callable[..., Any]]):
+    """Hooks of a module, counted as one more than there are; saved and copied as the plain dictionary.
+
+    The fused inference path of `nn.TransformerEncoderLayer` reads the weight and bias of a plain LayerNorm and never
+    calls the module. It steps aside for modules whose hooks have a length. A call costs nothing more: `nn.Module` asks
+    only whether hooks are true.
+    """
+
+    def __len__(self) -> int:
+        return super().__len__() + 1
+
+    def __bool__(self) -> bool:
+        return super().__len__() > 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, (list(self.items()),)
+
+
+def keep_out_of_fast_paths(module: nn.Module) -> None:
+    """Have `nn.TransformerEncoderLayer` call `module` in inference too."""
+    if not isinstance(module._forward_pre_hooks, _CountedHooks):
+        module._forward_pre_hooks = _CountedHooks(module._forward_pre_hooks)
 
 
 class Stages(nn.Module):
@@ -55,15 +80,23 @@ class Stages(nn.Module):
         self.out_dtype = out_dtype
         self.rounding = rounding
 
-    def _stages(self) -> dict[str, Any]:
-        """The extras by name; a false one is not set."""
+    def _extras(self) -> dict[str, Any]:
+        """The extras as a verb takes them."""
         return {
             "pre_activation": self.pre_activation,
             "activation": self.activation,
             "weight_offset": self.weight_offset,
             "out_dtype": self.out_dtype,
-            "rounding": self.rounding if self.rounding != "once" else None,
+            "rounding": self.rounding,
         }
+
+    def _normed(self, verb: Callable[..., T], rows: tuple[Tensor, ...], norm: tuple[Any, ...], **more: Any) -> T:
+        """Call a verb with the extras, in a way that TorchScript can parse: rows, the normalised shape, then `norm`."""
+        return verb(*rows, self.normalized_shape, *norm, **self._extras(), **more)
+
+    def _stages(self) -> dict[str, Any]:
+        """The extras by name; a false one is not set."""
+        return self._extras() | {"rounding": self.rounding if self.rounding != "once" else None}
 
     def _keep_out_of_fast_paths(self) -> None:
         """Have nobody read the parameters instead of calling the module, where that would miss an extra."""

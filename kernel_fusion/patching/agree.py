@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,24 @@ SAME_FUNCTION = 2.0**-14
 # "hf" and "once" differ in a tenth of all elements, two fp32 summation orders in a thousandth.
 SAME_ROUNDING = 0.01
 
+FLOATING = (torch.float32, torch.bfloat16, torch.float16)  # the dtypes of calls that are examined
+
 Function = Callable[..., Tensor]
+
+
+def is_floating(x: Any) -> bool:
+    """Whether `x` is a tensor of such a dtype."""
+    return isinstance(x, Tensor) and x.dtype in FLOATING
+
+
+def attempt(function: Callable[..., Any], *inputs: Tensor) -> Tensor | None:
+    """The tensor that unknown code returns for made-up inputs; None if it raises or returns something else."""
+    try:
+        with torch.no_grad():
+            result = function(*inputs)
+    except Exception:
+        return None
+    return result if isinstance(result, Tensor) else None
 
 
 def same_function(found: Tensor, exact: Tensor) -> bool:
