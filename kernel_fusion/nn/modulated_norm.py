@@ -62,7 +62,15 @@ class FusedModulatedLayerNorm(Stages, nn.LayerNorm):
 
     def forward(self, input: Tensor, scale: Tensor, shift: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """Normalise `input`, scale and shift it; under CUDA autocast the result is float32."""
-        options = self._extras()
-        del options["rounding"]
-        norm = self.weight, self.bias, self.eps
-        return modulated_layer_norm(input, self.normalized_shape, scale, shift, *norm, **options)
+        parameters = self.weight, self.bias, self.eps
+        return modulated_layer_norm(
+            input,
+            self.normalized_shape,
+            scale,
+            shift,
+            *parameters,
+            pre_activation=self.pre_activation,
+            activation=self.activation,
+            weight_offset=self.weight_offset,
+            out_dtype=self.out_dtype,
+        )

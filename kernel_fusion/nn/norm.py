@@ -74,7 +74,18 @@ class FusedLayerNorm(Stages, nn.LayerNorm):
         if is_scripting():
             extras = self.weight_offset, self.out_dtype, self.pre_activation, self.activation, self.rounding
             return script.norm(input, self.normalized_shape, self.weight, self.bias, self.eps, False, extras)
-        return self._normed(layer_norm, (input,), (self.weight, self.bias, self.eps))
+        return layer_norm(
+            input,
+            self.normalized_shape,
+            self.weight,
+            self.bias,
+            self.eps,
+            pre_activation=self.pre_activation,
+            activation=self.activation,
+            weight_offset=self.weight_offset,
+            out_dtype=self.out_dtype,
+            rounding=self.rounding,
+        )
 
 
 class FusedRMSNorm(Stages, nn.RMSNorm):
@@ -126,7 +137,17 @@ class FusedRMSNorm(Stages, nn.RMSNorm):
         if is_scripting():
             extras = self.weight_offset, self.out_dtype, self.pre_activation, self.activation, self.rounding
             return script.norm(x, self.normalized_shape, self.weight, None, self.eps, True, extras)
-        return self._normed(rms_norm, (x,), (self.weight, self.eps))
+        return rms_norm(
+            x,
+            self.normalized_shape,
+            self.weight,
+            self.eps,
+            pre_activation=self.pre_activation,
+            activation=self.activation,
+            weight_offset=self.weight_offset,
+            out_dtype=self.out_dtype,
+            rounding=self.rounding,
+        )
 
 
 class FusedAddLayerNorm(AddStages, nn.LayerNorm):
@@ -190,11 +211,26 @@ class FusedAddLayerNorm(AddStages, nn.LayerNorm):
         """Add `input`, after pre-activation and dropout, to `residual` if there is one, and normalise the sum."""
         if is_scripting():
             extras = self.weight_offset, self.out_dtype, self.pre_activation, self.activation, self.rounding
-            norm = self.normalized_shape, self.weight, self.bias, self.eps
+            affine = self.weight, self.bias
             p = self.dropout if self.training else 0.0
-            return script.add_norm(input, residual, norm, False, extras, p)
-        rows, affine = (input, self._stream(input, residual)), (self.weight, self.bias, self.eps)
-        return self._normed(add_layer_norm, rows, affine, dropout_p=self.dropout, training=self.training)
+            r = torch.full_like(input, -0.0) if residual is None else residual  # which changes no bit of the sum
+            y, h = script.staged_norm(input, r, self.normalized_shape, affine, self.eps, False, extras, p)
+            return NormOutput(y, h)
+        return add_layer_norm(
+            input,
+            self._stream(input, residual),
+            self.normalized_shape,
+            self.weight,
+            self.bias,
+            self.eps,
+            dropout_p=self.dropout,
+            training=self.training,
+            pre_activation=self.pre_activation,
+            activation=self.activation,
+            weight_offset=self.weight_offset,
+            out_dtype=self.out_dtype,
+            rounding=self.rounding,
+        )
 
 
 class FusedAddRMSNorm(AddStages, nn.RMSNorm):
@@ -244,8 +280,22 @@ class FusedAddRMSNorm(AddStages, nn.RMSNorm):
         """Add `x`, after pre-activation and dropout, to `residual` if there is one, and normalise the sum."""
         if is_scripting():
             extras = self.weight_offset, self.out_dtype, self.pre_activation, self.activation, self.rounding
-            norm = self.normalized_shape, self.weight, None, self.eps
+            affine = self.weight, None
             p = self.dropout if self.training else 0.0
-            return script.add_norm(x, residual, norm, True, extras, p)
-        rows, affine = (x, self._stream(x, residual)), (self.weight, self.eps)
-        return self._normed(add_rms_norm, rows, affine, dropout_p=self.dropout, training=self.training)
+            r = torch.full_like(x, -0.0) if residual is None else residual  # which changes no bit of the sum
+            y, h = script.staged_norm(x, r, self.normalized_shape, affine, self.eps, True, extras, p)
+            return NormOutput(y, h)
+        return add_rms_norm(
+            x,
+            self._stream(x, residual),
+            self.normalized_shape,
+            self.weight,
+            self.eps,
+            dropout_p=self.dropout,
+            training=self.training,
+            pre_activation=self.pre_activation,
+            activation=self.activation,
+            weight_offset=self.weight_offset,
+            out_dtype=self.out_dtype,
+            rounding=self.rounding,
+        )

@@ -6,11 +6,8 @@ TorchScript evaluates annotations, so here they are no text.
 import torch
 from torch import Tensor
 
-from kernel_fusion.functional import NormOutput
-
 # weight_offset, out_dtype, pre_activation, activation, rounding.
 Extras = tuple[float, torch.dtype | None, str | None, str | None, str]
-Norm = tuple[list[int], Tensor | None, Tensor | None, float | None]  # normalized_shape, weight, bias, eps
 
 
 def norm(
@@ -71,14 +68,6 @@ def staged_norm(
         rounding if _rounds(rounding, input if residual is None else residual) else "once",
     )
     return y, h
-
-
-def add_norm(input: Tensor, residual: Tensor | None, norm: Norm, rms: bool, extras: Extras, p: float) -> NormOutput:
-    """A norm of a sum, and the sum; where a stream begins, one with negative zeros, which change no bit."""
-    normalized_shape, weight, bias, eps = norm
-    stream = torch.full_like(input, -0.0) if residual is None else residual
-    y, h = staged_norm(input, stream, normalized_shape, (weight, bias), eps, rms, extras, p)
-    return NormOutput(y, h)
 
 
 def _rounds(rounding: str, h: Tensor) -> bool:

@@ -5,7 +5,7 @@ TorchScript evaluates the annotations of a module's class, so here they are no t
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,6 @@ from kernel_fusion.backends.availability import is_dtensor
 from kernel_fusion.core import checks
 
 Shape = int | Sequence[int] | torch.Size
-T = TypeVar("T")
 
 
 class _CountedHooks(OrderedDict[int, Callable[..., Any]]):
@@ -80,23 +79,15 @@ class Stages(nn.Module):
         self.out_dtype = out_dtype
         self.rounding = rounding
 
-    def _extras(self) -> dict[str, Any]:
-        """The extras as a verb takes them."""
+    def _stages(self) -> dict[str, Any]:
+        """The extras by name; a false one is not set."""
         return {
             "pre_activation": self.pre_activation,
             "activation": self.activation,
             "weight_offset": self.weight_offset,
             "out_dtype": self.out_dtype,
-            "rounding": self.rounding,
+            "rounding": self.rounding if self.rounding != "once" else None,
         }
-
-    def _normed(self, verb: Callable[..., T], rows: tuple[Tensor, ...], norm: tuple[Any, ...], **more: Any) -> T:
-        """Call a verb with the extras, in a way that TorchScript can parse: rows, the normalised shape, then `norm`."""
-        return verb(*rows, self.normalized_shape, *norm, **self._extras(), **more)
-
-    def _stages(self) -> dict[str, Any]:
-        """The extras by name; a false one is not set."""
-        return self._extras() | {"rounding": self.rounding if self.rounding != "once" else None}
 
     def _keep_out_of_fast_paths(self) -> None:
         """Have nobody read the parameters instead of calling the module, where that would miss an extra."""
