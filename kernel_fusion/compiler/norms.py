@@ -211,7 +211,7 @@ def _squared(node: Any) -> Node | None:
 
 
 def _with_weight(norm: Norm, dtype: torch.dtype) -> Norm:
-    """The norm with a following conversion to `dtype`, its input's, and a product with a weight."""
+    """The norm, conversion to its input's `dtype`, and weight."""
     if converted := _converted(norm, dtype):
         return _times_weight(converted, "hf") or converted
     weighted = _times_weight(norm, "once")
@@ -219,7 +219,7 @@ def _with_weight(norm: Norm, dtype: torch.dtype) -> Norm:
 
 
 def _converted(norm: Norm, dtype: torch.dtype) -> Norm | None:
-    """The norm with a conversion to `dtype`, if that is its only reader."""
+    """The norm and its conversion."""
     after = only_user(norm.out)
     source = cast_to(after) if after else None
     if after is None or source is None or source[1] != dtype:

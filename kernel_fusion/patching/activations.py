@@ -1,7 +1,6 @@
 """Activation modules: recognises ours and makes a forward that computes them in one pass.
 
-A module that PyTorch computes in a single kernel is left. One written as a formula costs a kernel, and a tensor kept
-for backward, per operation.
+A module that PyTorch computes in a single kernel is left.
 """
 
 from __future__ import annotations

@@ -13,18 +13,18 @@ SAME_FUNCTION = 2.0**-14
 # "hf" and "once" differ in a tenth of all elements, two fp32 summation orders in a thousandth.
 SAME_ROUNDING = 0.01
 
-FLOATING = (torch.float32, torch.bfloat16, torch.float16)  # the dtypes of calls that are examined
+FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
 Function = Callable[..., Tensor]
 
 
 def is_floating(x: Any) -> bool:
-    """Whether `x` is a tensor of such a dtype."""
+    """Whether it is such a tensor."""
     return isinstance(x, Tensor) and x.dtype in FLOATING
 
 
 def attempt(function: Callable[..., Any], *inputs: Tensor) -> Tensor | None:
-    """The tensor that unknown code returns for made-up inputs; None if it raises or returns something else."""
+    """The tensor that unknown code returns; None if it raises."""
     try:
         with torch.no_grad():
             result = function(*inputs)

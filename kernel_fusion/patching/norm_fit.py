@@ -48,7 +48,7 @@ def _widened(value: Any) -> Any:
 
 
 class Examination:
-    """One module under examination: its stand-in, as a function of input, gate and parameters."""
+    """A module's stand-in, as a function of input, gate and parameters."""
 
     def __init__(self, module: nn.Module, gated: bool) -> None:
         self.module = module

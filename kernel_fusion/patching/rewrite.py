@@ -125,11 +125,7 @@ def rewritten(found: Found, form: RewriteForm) -> Any:
 
 
 def _inside(method: types.FunctionType) -> types.FunctionType:
-    """The function that the decorators call in the end; a wrapper that cannot be copied is the end.
-
-    Transformers wraps the forward of many layers, say to take an argument by its old name. Such a wrapper keeps the
-    function in a variable of its closure, so a copy can call another.
-    """
+    """The function that decorators call in the end; a copy of a wrapper can call another, which its closure holds."""
     place = _place(method)
     return method if place is None else _inside(_closure(method)[place])
 

@@ -241,7 +241,7 @@ def _joined(results: Any) -> Tensor:
 
 
 def turned(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Called by rewritten methods: one pass if that is the same, else the function."""
+    """One pass if that is the same, else the function."""
     if not torch.compiler.is_compiling() and (not isinstance(function, nn.Module) or is_bare(function)):
         form = fit_rotary(function, len(args) - 2)
         if form is not None and (found := form.call(*args, **kwargs)) is not None:

@@ -129,7 +129,7 @@ def _of_function(p: float = 0.5, training: bool = True, inplace: bool = False) -
 
 
 def _in_order(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The other term, and one that has the sum's dtype, if there is one."""
+    """The other term, and one of the sum's dtype, if any."""
     if a.dtype is b.dtype:
         return b, a
     wider = torch.promote_types(a.dtype, b.dtype)

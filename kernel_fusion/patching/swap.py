@@ -16,7 +16,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 
 class Plan(ABC):
-    """How modules of a class are changed. It is hashable, and picklable, because modules' pickles contain it."""
+    """How modules of a class are changed; hashable, and picklable, because modules' pickles contain it."""
 
     def __deepcopy__(self, memo: Any) -> Plan:
         return self

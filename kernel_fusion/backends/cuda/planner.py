@@ -163,14 +163,7 @@ def forget_kernels() -> None:
 
 @contextmanager
 def rehearsal(library: ctypes.CDLL, device: Device) -> Iterator[dict[tuple[Spec, Any], None]]:
-    """Within, in every thread, CPU tensors stand for those of `device`; finds out which kernels some calls need.
-
-    The same code makes the keys, and asks a planner that notes them; results are meaningless. A GPU would ask for the
-    same kernels, unless PyTorch lays out its results differently there.
-
-    Args:
-        library: the extension.
-        device: that kernels are planned for.
+    """Within, in every thread, CPU tensors stand for those of `device`, and results are meaningless.
 
     Yields:
         Spec and access of each kernel that calls have needed so far.

@@ -164,7 +164,7 @@ def _name(tensor: Tensor | None) -> str | None:  # pragma: gpu
 def _forward_results(
     input: Tensor, num_dims: int, weight: Any, bias: Any, eps: float, offset: float, out_dtype: Any, rms: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for y and the statistics, and no h."""
+    """Memory for y and statistics."""
     shape = (1 if rms else 2, *input.shape[: input.dim() - num_dims])
     y = input.new_empty(input.shape, dtype=out_dtype)
     return y, input.new_empty(shape, dtype=compute_dtype(input.dtype)), input.new_empty(0)
@@ -173,7 +173,7 @@ def _forward_results(
 def _backward_results(
     dy: Tensor, input: Tensor, stats: Tensor, num_dims: int, weight: Any, bias_dtype: Any, *rest: Any
 ) -> tuple[Tensor, ...]:
-    """Memory for the gradients that the mask, last, asks for; zeros for the sums."""
+    """Memory for the wanted gradients."""
     wants, shape = rest[-1], input.shape[input.dim() - num_dims :]
     dweight = input.new_zeros(shape if wants[1] else 0, dtype=None if weight is None else weight.dtype)
     dbias = input.new_zeros(shape if wants[2] else 0, dtype=bias_dtype)
