@@ -1,4 +1,4 @@
-"""The tables of what goes with what: of the verbs' signatures, and of core/combinations.py."""
+"""The tables of what goes with what: of the verbs' signatures, and of core/checks.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator
 
 import kernel_fusion as kf
-from kernel_fusion.core.combinations import CONDITIONS, WITHOUT_KERNELS, without_kernels
+from kernel_fusion.core.checks import CONDITIONS, WITHOUT_KERNELS, without_kernels
 
 # Verbs with the same options, by what they are called in the tables.
 FAMILIES = {

@@ -20,7 +20,8 @@ from kernel_fusion.nn import *  # noqa: F403
 
 if TYPE_CHECKING:
     from kernel_fusion import compiler, hf
-    from kernel_fusion.patching import Report, patch, unpatch
+    from kernel_fusion.patching.patch import patch, unpatch
+    from kernel_fusion.patching.report import Report
 
 __version__ = "0.1.0"
 

@@ -14,7 +14,7 @@ from test_errors import outcome
 
 import kernel_fusion as kf
 from kernel_fusion.backends import availability, eager
-from kernel_fusion.core.combinations import CONDITIONS, WITHOUT_KERNELS
+from kernel_fusion.core.checks import CONDITIONS, WITHOUT_KERNELS
 
 _QUANTIZE = next(option for option, (_, kind) in OPTIONS.items() if kind == "Quantize")
 VERBS = [verb for verbs in FAMILIES.values() for verb in verbs]

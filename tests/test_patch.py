@@ -209,7 +209,7 @@ def test_a_wrong_sum_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(x: Tensor, residual: Tensor, *args: Any, **options: Any) -> Any:
         return kf.add_rms_norm(x, residual + 0.01, *args, **options)
 
-    monkeypatch.setattr("kernel_fusion.patching.norms.add_rms_norm", wrong)
+    monkeypatch.setattr("kernel_fusion.functional.row_norm.add_rms_norm", wrong)
     report = kf.patch(Block(16))
     assert "Block" not in texts(report)
     assert "HubNorm" in texts(report)

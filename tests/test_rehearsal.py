@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import kernel_fusion as kf
 from kernel_fusion.backends.cuda import planner
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
-from kernel_fusion.backends.cuda.rehearsal import rehearsal
+from kernel_fusion.backends.cuda.planner import rehearsal
 from kernel_fusion.cli.model_calls import calls_of
 from kernel_fusion.core.other_specs import QuantizeSpec
 from kernel_fusion.core.quantize import NO_CODES

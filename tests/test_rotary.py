@@ -13,7 +13,7 @@ from torch import Tensor
 
 import kernel_fusion as kf
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES
-from kernel_fusion.backends.cuda.rehearsal import rehearsal
+from kernel_fusion.backends.cuda.planner import rehearsal
 from kernel_fusion.core.other_specs import RotaryAccess, RotarySpec
 from kernel_fusion.core.spec import Access, SumPartialsSpec
 from kernel_fusion.functional.rotary import rotate

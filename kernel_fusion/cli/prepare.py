@@ -12,8 +12,7 @@ from rich.progress import track
 from rich.table import Table
 
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
-from kernel_fusion.backends.cuda.planner import compile_ahead, compiled
-from kernel_fusion.backends.cuda.rehearsal import rehearsal
+from kernel_fusion.backends.cuda.planner import compile_ahead, compiled, rehearsal
 from kernel_fusion.cli import common
 from kernel_fusion.cli.model_calls import calls_of
 from kernel_fusion.core.cache import CUBINS, EXTENSIONS

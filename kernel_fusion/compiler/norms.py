@@ -95,16 +95,20 @@ def _fits(norm: Norm) -> bool:
 
 def _called(node: Node, name: str) -> Norm | None:
     """`F.layer_norm` or `F.rms_norm`."""
-    call, result = arguments(node, name), value(node)
-    if call is None or result is None or value(call["input"]) is None:
+    call = arguments(node, name)
+    if call is None or value(call["input"]) is None or not isinstance(call["normalized_shape"], Sequence):
         return None
-    eps = _eps(call["input"], call["eps"])
-    shape = call["normalized_shape"]
-    if eps is None or not isinstance(shape, Sequence):
+    affine = call["weight"], call.get("bias")
+    return _plain(node, name, call["input"], len(call["normalized_shape"]), *affine, call["eps"])
+
+
+def _plain(
+    node: Node, name: str, h: Node, num_dims: int, weight: Any, bias: Any, eps: Any, offset: float = 0.0
+) -> Norm | None:
+    result, eps = value(node), _eps(h, eps)
+    if result is None or eps is None:
         return None
-    rms = name == "rms_norm"
-    weight, bias = call["weight"], call.get("bias")
-    return Norm(call["input"], node, (), rms, eps, result.dtype, len(shape), weight, bias)
+    return Norm(h, node, (), name == "rms_norm", eps, result.dtype, num_dims, weight, bias, offset)
 
 
 def _eps(h: Node, eps: Any) -> float | Node | None:
@@ -125,12 +129,8 @@ def _ours(node: Node) -> Norm | None:
     """The operator of `kf.layer_norm` or `kf.rms_norm`."""
     for name in ("layer_norm", "rms_norm"):
         if node.op == "call_function" and node.target is schemas.overload(name):
-            x, num_dims, weight, bias, eps, offset, _ = schemas.bind(node.target, node.args, dict(node.kwargs))
-            result, eps = value(node), _eps(x, eps)
-            if result is None or eps is None:
-                return None
-            rms = name == "rms_norm"
-            return Norm(x, node, (), rms, eps, result.dtype, num_dims, weight, bias, offset)
+            *norm, _ = schemas.bind(node.target, node.args, dict(node.kwargs))
+            return _plain(node, name, *norm)
     return None
 
 
@@ -211,20 +211,20 @@ def _squared(node: Any) -> Node | None:
 
 
 def _with_weight(norm: Norm, dtype: torch.dtype) -> Norm:
-    """The norm with a following conversion to `dtype`, its input's, and a product with a weight."""
-    after = only_user(norm.out)
-    source = cast_to(after) if after else None
-    if after is not None and source is not None and source[1] == dtype:
-        converted = replace(norm, out=after, inner=(*norm.inner, norm.out), out_dtype=dtype)
+    """The norm, conversion to its input's `dtype`, and weight."""
+    if converted := _converted(norm, dtype):
         return _times_weight(converted, "hf") or converted
     weighted = _times_weight(norm, "once")
-    if weighted is None:
-        return norm
-    after = only_user(weighted.out)
+    return norm if weighted is None else _converted(weighted, dtype) or weighted
+
+
+def _converted(norm: Norm, dtype: torch.dtype) -> Norm | None:
+    """The norm and its conversion."""
+    after = only_user(norm.out)
     source = cast_to(after) if after else None
     if after is None or source is None or source[1] != dtype:
-        return weighted
-    return replace(weighted, out=after, inner=(*weighted.inner, weighted.out), out_dtype=dtype)
+        return None
+    return replace(norm, out=after, inner=(*norm.inner, norm.out), out_dtype=dtype)
 
 
 def _times_weight(norm: Norm, rounding: str) -> Norm | None:

@@ -10,13 +10,35 @@ import torch.overrides
 from torch import Tensor
 
 from kernel_fusion.core.activations import ACTIVATIONS, IDENTITY
-from kernel_fusion.core.combinations import refusal
 from kernel_fusion.core.quantize import Quantize
 from kernel_fusion.core.spec import ROUNDINGS, ROWS, VERBS
 from kernel_fusion.core.stages import NormCall
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MASKS = (torch.bool, *FLOATING)
+
+# An option beside another argument, in every verb.
+CONDITIONS = {
+    ("weight_offset", "weight"): "needs a `weight`",
+    ("group_size", "normalized_shape"): "goes with a `normalized_shape` of one dimension",
+    ("out_dtype", "normalized_shape"): "with a scale per row or block goes with a `normalized_shape` of one dimension",
+    ("out_dtype", "group"): "quantises whole rows, and does not go with a `group`",
+}
+
+# Why a backend lacks a verb or an option.
+WITHOUT_KERNELS = {
+    "group": dict.fromkeys(("cuda", "cpu"), "it has no kernels for rows that are spread over ranks"),
+}
+
+
+def refusal(verb: str, option: str, other: str, got: str = "") -> ValueError:
+    """The error of `option` beside `other`."""
+    return ValueError(f"`{verb}`: `{option}` {CONDITIONS[option, other]}{got}")
+
+
+def without_kernels(what: str, backend: str) -> str | None:
+    """Why `backend` has no kernels for a verb or an option, or None."""
+    return WITHOUT_KERNELS.get(what, {}).get(backend)
 
 
 def given(verb: str, argument: str, value: object) -> None:
@@ -39,8 +61,8 @@ def matrices(verb: str, **tensors: object) -> None:
         elif value.dim() < 2:
             raise RuntimeError(f"`{verb}`: `{name}` must have at least two dimensions, got shape {list(value.shape)}")
         elif value.dtype not in FLOATING:  # PyTorch would make the scale an integer
-            choices = " or ".join(map(_short, FLOATING))
-            raise RuntimeError(f"`{verb}`: `{name}` must be {choices}, got {_short(value.dtype)}")
+            choices = " or ".join(map(short, FLOATING))
+            raise RuntimeError(f"`{verb}`: `{name}` must be {choices}, got {short(value.dtype)}")
 
 
 def one_device(first: Tensor, *others: Tensor | None) -> None:
@@ -59,7 +81,7 @@ def mask(verb: str, mask: Tensor) -> None:
     tensor(verb, "mask", mask)
     if mask.dtype not in _MASKS:
         raise RuntimeError(
-            f"`{verb}`: `mask` must be boolean or floating point, got {_short(mask.dtype)}; `mask.bool()` keeps what "
+            f"`{verb}`: `mask` must be boolean or floating point, got {short(mask.dtype)}; `mask.bool()` keeps what "
             "is not 0"
         )
 
@@ -79,7 +101,7 @@ def not_float8(operation: str, *dtypes: torch.dtype) -> None:
     """Raise, in PyTorch's words, on float8."""
     for dtype in dtypes:
         if dtype.is_floating_point and dtype.itemsize == 1:
-            raise NotImplementedError(f'"{operation}" not implemented for {_short(dtype)!r}')
+            raise NotImplementedError(f'"{operation}" not implemented for {short(dtype)!r}')
 
 
 def parameters_fit(shape: Sequence[int], *parameters: Tensor | None) -> bool:
@@ -274,11 +296,11 @@ def explain(verb: str, error: Exception, tensors: dict[str, Any], *, broadcast: 
         names = " and ".join(f"`{name}`" for name in there)
         shapes = " and ".join(str(list(value.shape)) for value in there.values())
         raise RuntimeError(f"`{verb}`: {names} must have shapes that broadcast, got {shapes}: {error}") from error
-    floating = [_short(dtype) for dtype in FLOATING]
+    floating = [short(dtype) for dtype in FLOATING]
     dtypes = {name: value for name, value in others.items() if isinstance(value, torch.dtype)}
     for name, dtype in (dtypes | {name: value.dtype for name, value in there.items()}).items():
-        if _short(dtype) not in floating:
-            text = f"`{verb}`: `{name}` must be {' or '.join(floating)}, got {_short(dtype)}: {error}"
+        if short(dtype) not in floating:
+            text = f"`{verb}`: `{name}` must be {' or '.join(floating)}, got {short(dtype)}: {error}"
             raise type(error)(text) from error
 
 
@@ -303,9 +325,9 @@ def _check_companion(verb: str, name: str, other: Tensor, input: Tensor) -> None
 def _check_mix(verb: str, name: str, dtype: torch.dtype | None, input_dtype: torch.dtype) -> None:
     expected = FLOATING[:3] if input_dtype in FLOATING[:3] else (input_dtype,)
     if dtype is not None and dtype not in expected:
-        choices = " or ".join(map(_short, expected))
+        choices = " or ".join(map(short, expected))
         raise RuntimeError(
-            f"`{verb}`: `{name}` must be {choices} or None for {_short(input_dtype)} input, got {_short(dtype)}"
+            f"`{verb}`: `{name}` must be {choices} or None for {short(input_dtype)} input, got {short(dtype)}"
         )
 
 
@@ -314,5 +336,6 @@ def described(value: object) -> str:
     return repr(value) if value is None or isinstance(value, (str, float)) else type(value).__name__
 
 
-def _short(dtype: object) -> str:
+def short(dtype: object) -> str:
+    """ "float32" for torch.float32."""
     return str(dtype).removeprefix("torch.")

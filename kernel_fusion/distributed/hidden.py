@@ -25,7 +25,6 @@ from torch.autograd.function import once_differentiable
 from kernel_fusion.backends import eager, triton
 from kernel_fusion.backends.availability import is_dtensor, refusal, why_not_triton
 from kernel_fusion.core import checks
-from kernel_fusion.core.combinations import without_kernels
 from kernel_fusion.core.spec import Stages, compute_dtype
 from kernel_fusion.core.stages import NormCall, compiled_in, norm_call, rows_in
 from kernel_fusion.errors import BackendUnavailableError
@@ -55,7 +54,7 @@ def operator(name: str, backend: str | None, groups: Groups) -> Callable[..., An
     Raises:
         BackendUnavailableError: a backend was asked for that has no kernels for this.
     """
-    if backend is not None and (reason := without_kernels("group", backend)):
+    if backend is not None and (reason := checks.without_kernels("group", backend)):
         raise BackendUnavailableError(f"`{name}`: backend {backend!r} was requested, but {reason}")
     staged = partial(_staged_row_norm, backend, groups)
     return staged if name == "staged_row_norm" else partial(_row_norm, name == "rms_norm", staged)

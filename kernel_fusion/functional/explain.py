@@ -14,11 +14,11 @@ from torch import Tensor
 from kernel_fusion.backends.availability import is_dtensor
 from kernel_fusion.config import BACKENDS, check_backend_name, state
 from kernel_fusion.core import checks
-from kernel_fusion.core.combinations import without_kernels
 from kernel_fusion.core.quantize import Quantize
 from kernel_fusion.errors import BackendUnavailableError
 from kernel_fusion.functional import interop
 from kernel_fusion.functional.modulated_norm import as_norm
+from kernel_fusion.functional.norm_arguments import sizes
 from kernel_fusion.operators.dispatch import obstacle
 
 
@@ -78,7 +78,7 @@ def explain(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     chosen = None
     for candidate in BACKENDS:
         reason = None if candidate == "eager" else obstacle(candidate, name, tensors)
-        reason = (spread and without_kernels("group", candidate)) or reason
+        reason = (spread and checks.without_kernels("group", candidate)) or reason
         if reason is None and wanted not in (None, candidate):
             reason = f"{wanted!r} was requested"
         if reason is None and wanted is None and candidate == "triton" and tensors[0].device.type == "cpu":
@@ -106,8 +106,7 @@ def _has_spread_rows(arguments: dict[str, Any]) -> bool:
     input: Any = arguments.get("input")
     if arguments.get("group") is not None or not is_dtensor(input) or "normalized_shape" not in arguments:
         return arguments.get("group") is not None
-    sizes = arguments["normalized_shape"]
-    first: int = input.dim() - (1 if isinstance(sizes, int) else len(sizes))
+    first: int = input.dim() - len(sizes(arguments["normalized_shape"]))
     return any(placement.is_shard() and placement.dim >= first for placement in input.placements)
 
 
@@ -115,8 +114,7 @@ def _of_part(arguments: dict[str, Any]) -> dict[str, Any]:
     """Arguments of a norm of spread rows, with this rank's parts instead of DTensors."""
     with torch.no_grad():
         parts = {name: value.to_local() if is_dtensor(value) else value for name, value in arguments.items()}
-    sizes = parts["normalized_shape"]
-    return parts | {"normalized_shape": parts["input"].shape[-(1 if isinstance(sizes, int) else len(sizes)) :]}
+    return parts | {"normalized_shape": parts["input"].shape[-len(sizes(parts["normalized_shape"])) :]}
 
 
 def _bound(verb: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, dict[str, Any]]:

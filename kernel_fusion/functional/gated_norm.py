@@ -14,7 +14,7 @@ from kernel_fusion.core.quantize import Quantize
 from kernel_fusion.core.spec import rounding_for
 from kernel_fusion.core.stages import Given
 from kernel_fusion.functional import interop, quantized
-from kernel_fusion.functional.norm_arguments import Norm, explain_norm, resolved
+from kernel_fusion.functional.norm_arguments import Norm, explain_norm, resolved, served
 from kernel_fusion.operators.dispatch import operator
 
 # gate_activation, gate_first, group_size, rounding.
@@ -129,16 +129,15 @@ def gated_layer_norm(
 
 def _gated(verb: str, input: Tensor, gate: Tensor, norm: Norm, gating: _Gating, backend: str | None) -> Tensor:
     """A norm and its gate."""
-    normalized_shape, weight, bias, _, weight_offset, _ = norm
+    _, weight, bias, _, weight_offset, _ = norm
     activation, first, group_size, rounding = gating
     out_dtype, quantize = quantized.apart(norm[5])
     checks.rounding(verb, rounding)
     checks.flag(verb, "gate_first", first)
     name = checks.activation(verb, "gate_activation", activation)
     if not interop.is_tensor(input):
-        options: dict[str, Any] = {"bias": bias, "eps": norm[3], "weight_offset": weight_offset, "out_dtype": norm[5]}
-        options |= {"gate_activation": activation, "gate_first": first, "group_size": group_size, "rounding": rounding}
-        return interop.served(globals()[verb], input, gate, normalized_shape, weight, backend=backend, **options)  # type: ignore[no-any-return]
+        options: dict[str, Any] = {"gate_activation": activation, "gate_first": first, "group_size": group_size}
+        return served(globals()[verb], (input, gate), norm, rounding=rounding, backend=backend, **options)  # type: ignore[no-any-return]
     if gate is None:
         raise TypeError(f"`{verb}`: `gate` must be a tensor, got None; without one the verb is `{verb[6:]}`")
     try:

@@ -21,7 +21,7 @@ from kernel_fusion.core.quantize import Quantize
 from kernel_fusion.core.spec import compute_dtype
 from kernel_fusion.core.stages import Given
 from kernel_fusion.functional import interop, quantized
-from kernel_fusion.functional.norm_arguments import Norm, explain_norm, num_normalized_dims, resolved
+from kernel_fusion.functional.norm_arguments import Norm, explain_norm, num_normalized_dims, resolved, served, sizes
 from kernel_fusion.functional.results import NormOutput
 from kernel_fusion.operators import schemas
 from kernel_fusion.operators.dispatch import operator
@@ -234,10 +234,15 @@ def _modulated(
 ) -> NormOutput:
     """A modulated norm with stages around it."""
     _, weight, bias, *_ = norm
+    scale, shift, gate = modulation
     pre, post = checks.activation(verb, "pre_activation", stages[0]), checks.activation(verb, "activation", stages[1])
     if not interop.is_tensor(input):
-        return _served(verb, input, residual, norm, modulation, stages, backend)
-    scale, shift, gate = modulation
+        options: dict[str, Any] = {"scale": scale, "shift": shift, "backend": backend}
+        options |= {"pre_activation": stages[0], "activation": stages[1]}
+        if not verb.startswith("add_"):
+            return NormOutput(served(globals()[verb], (input,), norm, **options), input)
+        options |= {"gate": gate, "dropout_p": stages[2]}
+        return served(globals()[verb], (input, residual), norm, **options)  # type: ignore[no-any-return]
     dtype, quantize = quantized.apart(norm[5])
     for name, tensor in {"scale": scale, "residual": residual}.items():
         if tensor is None and (name == "scale" or verb.startswith("add_")):
@@ -273,18 +278,6 @@ def _modulated(
     except checks.REFUSALS as error:
         explain_norm(verb, error, rows, norm)
         raise
-
-
-def _served(
-    verb: str, input: Any, residual: Any, norm: Norm, modulation: _Modulation, stages: _Stages, backend: str | None
-) -> NormOutput:
-    """A call of the verb, whose input is no tensor."""
-    names = "weight", "bias", "eps", "weight_offset", "out_dtype", "pre_activation", "activation", "shift", "backend"
-    options = dict(zip(names, (*norm[1:], *stages[:2], modulation[1], backend), strict=True))
-    if not verb.startswith("add_"):
-        return NormOutput(interop.served(globals()[verb], input, norm[0], modulation[0], **options), input)
-    options |= {"gate": modulation[2], "dropout_p": stages[2]}
-    return interop.served(globals()[verb], input, residual, norm[0], modulation[0], **options)  # type: ignore[no-any-return]
 
 
 def _is_usual(input: Tensor, residual: Tensor | None, norm: Norm, modulation: _Modulation) -> bool:
@@ -382,9 +375,8 @@ def as_norm(verb: str, arguments: dict[str, Any]) -> dict[str, Any]:
     input, scale, shift, gate = (arguments.get(name) for name in ("input", "scale", "shift", "gate"))
     assert input is not None
     assert scale is not None
-    sizes, wide = arguments["normalized_shape"], compute_dtype(input.dtype)
-    shape = (sizes,) if isinstance(sizes, int) else tuple(sizes)
-    made = torch.empty(scale.shape, dtype=wide, device="meta")
+    shape = sizes(arguments["normalized_shape"])
+    made = torch.empty(scale.shape, dtype=compute_dtype(input.dtype), device="meta")
     found = arguments | {"gate": None, "rounding": "once"}
     own = arguments["weight"], arguments["bias"]
     affine = own

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from kernel_fusion.backends import eager
 from kernel_fusion.backends.availability import PLAIN_TENSORS
 from kernel_fusion.core import checks
 from kernel_fusion.core.quantize import Quantize
+from kernel_fusion.functional import interop
 from kernel_fusion.operators import schemas
 
 # normalized_shape, weight, bias, eps, weight_offset, out_dtype.
@@ -48,6 +49,12 @@ def resolved(verb: str, input: Tensor, norm: Norm) -> tuple[tuple[int, ...], flo
     if not shape or tuple(input.shape[input.dim() - len(shape) :]) != shape:
         eager.pytorch_row_norm(input, shape, weight, bias, eps, 0.0, None, rms)
     return shape, schemas.default_eps(input) if eps is None and rms else eps
+
+
+def served(verb: Callable[..., Any], rows: Sequence[Any], norm: Norm, **options: Any) -> Any:
+    """A call of a verb whose first argument is no tensor; `rows` come before the normalised sizes."""
+    names = "weight", "bias", "eps", "weight_offset", "out_dtype"
+    return interop.served(verb, *rows, norm[0], **dict(zip(names, norm[1:], strict=True)), **options)
 
 
 def explain_norm(verb: str, error: Exception, rows: dict[str, Any], norm: Norm, **others: Any) -> None:

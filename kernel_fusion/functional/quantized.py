@@ -19,7 +19,6 @@ from kernel_fusion.backends.availability import is_foreign
 from kernel_fusion.backends.triton import under_autocast
 from kernel_fusion.config import check_backend_name, state
 from kernel_fusion.core import checks
-from kernel_fusion.core.combinations import refusal
 from kernel_fusion.core.quantize import Quantize
 from kernel_fusion.core.stages import FIRST, Given
 from kernel_fusion.errors import BackendUnavailableError
@@ -40,7 +39,7 @@ def norm(
     """
     input, residual, num_dims, weight, bias = args[:5]
     if quantize.per != "tensor" and num_dims != 1:
-        raise refusal(verb, "out_dtype", "normalized_shape", f", got {num_dims}")
+        raise checks.refusal(verb, "out_dtype", "normalized_shape", f", got {num_dims}")
     out_dtype = args[7] or (torch.float32 if under_autocast(input) else input.dtype)
     args = *args[:7], out_dtype, *args[8:]
     route = _route(verb, "staged_row_norm", backend, quantize, (input, residual, weight, bias, row))

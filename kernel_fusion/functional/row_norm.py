@@ -13,7 +13,6 @@ from kernel_fusion.backends import eager
 from kernel_fusion.backends.availability import is_dtensor, is_foreign
 from kernel_fusion.config import check_backend_name, state
 from kernel_fusion.core import checks
-from kernel_fusion.core.combinations import refusal
 from kernel_fusion.core.quantize import Quantize
 from kernel_fusion.core.spec import rounding_for
 from kernel_fusion.functional import interop, quantized
@@ -23,6 +22,7 @@ from kernel_fusion.functional.norm_arguments import (
     explain_norm,
     num_normalized_dims,
     resolved,
+    served,
     sizes,
 )
 from kernel_fusion.functional.results import NormOutput
@@ -98,9 +98,9 @@ def layer_norm(
         >>> torch.allclose(y, torch.nn.functional.layer_norm(x, (16,)), atol=1e-6)
         True
     """
+    norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
     staged = pre_activation is not None or activation is not None or rounding != "once" or group is not None
     if staged or type(out_dtype) is Quantize:
-        norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
         stages = pre_activation, activation, 0.0, rounding
         return _staged("layer_norm", input, None, norm, stages, backend, group).output
     try:
@@ -112,11 +112,9 @@ def layer_norm(
                     return norm_op(input, num_dims, weight, bias, eps)
                 return norm_op(input, num_dims, weight, bias, eps, weight_offset, out_dtype)
         checks.number("layer_norm", "eps", eps)
-        return _unusual("layer_norm", input, (normalized_shape, weight, bias, eps, weight_offset, out_dtype), backend)
+        return _unusual("layer_norm", input, norm, backend)
     except checks.REFUSALS as error:
-        explain_norm(
-            "layer_norm", error, {"input": input}, (normalized_shape, weight, bias, eps, weight_offset, out_dtype)
-        )
+        explain_norm("layer_norm", error, {"input": input}, norm)
         raise
 
 
@@ -168,9 +166,9 @@ def rms_norm(
         >>> torch.allclose(kf.rms_norm(x, 16), torch.nn.functional.rms_norm(x, (16,)), atol=1e-6)
         True
     """
+    norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
     staged = pre_activation is not None or activation is not None or rounding != "once" or group is not None
     if staged or type(out_dtype) is Quantize:
-        norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
         stages = pre_activation, activation, 0.0, rounding
         return _staged("rms_norm", input, None, norm, stages, backend, group).output
     try:
@@ -181,11 +179,9 @@ def rms_norm(
                 if weight_offset == 0.0 and out_dtype is None:  # two arguments fewer to convert, 0.1 µs
                     return norm_op(input, num_dims, weight, bias, eps)
                 return norm_op(input, num_dims, weight, bias, eps, weight_offset, out_dtype)
-        return _unusual("rms_norm", input, (normalized_shape, weight, bias, eps, weight_offset, out_dtype), backend)
+        return _unusual("rms_norm", input, norm, backend)
     except checks.REFUSALS as error:
-        explain_norm(
-            "rms_norm", error, {"input": input}, (normalized_shape, weight, bias, eps, weight_offset, out_dtype)
-        )
+        explain_norm("rms_norm", error, {"input": input}, norm)
         raise
 
 
@@ -199,7 +195,7 @@ def _unusual(verb: str, input: Tensor, norm: Norm, backend: str | None) -> Tenso
         if not interop.is_tensor(input):
             if not interop.records(input) and not hasattr(input, "__dlpack__"):
                 raise TypeError(f"{verb}(): argument 'input' (position 1) must be Tensor, not {type(input).__name__}")
-            return _served(verb, (input,), norm, (None, None, 0.0, "once"), backend, None)  # type: ignore[no-any-return]
+            return served(globals()[verb], (input,), norm, backend=backend)  # type: ignore[no-any-return]
         ours = is_dtensor(input) or has_rows_of(input, len(shape))
         if (is_foreign(input) and not ours) or not ends_with(input, shape):
             rms = verb == "rms_norm"
@@ -317,9 +313,11 @@ def _staged(
     pre = checks.activation(verb, "pre_activation", pre_activation)
     post = checks.activation(verb, "activation", activation)
     if not interop.is_tensor(input):
-        rows = (input, residual) if verb.startswith("add_") else (input,)
-        found = _served(verb, rows, norm, stages, backend, group)
-        return found if len(rows) == 2 else NormOutput(found, input)
+        options: dict[str, Any] = {"pre_activation": pre_activation, "activation": activation, "rounding": rounding}
+        options |= {"group": group, "backend": backend}
+        if verb.startswith("add_"):
+            return served(globals()[verb], (input, residual), norm, dropout_p=dropout_p, **options)  # type: ignore[no-any-return]
+        return NormOutput(served(globals()[verb], (input,), norm, **options), input)
     if residual is None and verb.startswith("add_"):
         raise TypeError(f"`{verb}`: `residual` must be a tensor, got None; without one the verb is `{verb[4:]}`")
     try:
@@ -342,18 +340,9 @@ def _staged(
             args = *args, rounding  # the default costs less where it is left out
         if quantize is not None:
             if group is not None:
-                raise refusal(verb, "out_dtype", "group")
+                raise checks.refusal(verb, "out_dtype", "group")
             return NormOutput(*quantized.norm(verb, quantize, backend, args, None, input.shape))  # type: ignore[arg-type]
         return NormOutput(*serve(*args))
     except checks.REFUSALS as error:
         explain_norm(verb, error, {"input": input, "residual": residual}, norm)
         raise
-
-
-def _served(verb: str, rows: tuple[Any, ...], norm: Norm, stages: _Stages, backend: str | None, group: Any) -> Any:
-    """A call of the verb, whose input is no tensor."""
-    names = "bias", "eps", "weight_offset", "out_dtype", "pre_activation", "activation", "dropout_p", "rounding"
-    options = dict(zip(names, (*norm[2:], *stages), strict=True)) | {"backend": backend, "group": group}
-    if not verb.startswith("add_"):
-        del options["dropout_p"]
-    return interop.served(globals()[verb], *rows, *norm[:2], **options)

@@ -6,6 +6,7 @@ Layers of one name round differently, so each class of a model is tried once bef
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,12 +77,11 @@ LAYERS = tuple(
 )
 
 
-def _norm(rounding: str, x: Tensor, weight: Tensor) -> Tensor:
-    return rms_norm(x, weight.shape, weight, _EPS, rounding=rounding, backend="eager")
+def _norm(rounding: str, x: Tensor, weight: Tensor, offset: float = 0.0) -> Tensor:
+    return rms_norm(x, weight.shape, weight, _EPS, weight_offset=offset, rounding=rounding, backend="eager")
 
 
-def _zero_centred(rounding: str, x: Tensor, weight: Tensor) -> Tensor:
-    return rms_norm(x, weight.shape, weight, _EPS, weight_offset=1.0, rounding=rounding, backend="eager")
+_zero_centred = partial(_norm, offset=1.0)
 
 
 def _gated(rounding: str, x: Tensor, weight: Tensor, gate: Tensor | None = None) -> Tensor:

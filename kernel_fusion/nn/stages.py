@@ -3,7 +3,8 @@
 TorchScript evaluates the annotations of a module's class, so here they are no text.
 """
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,9 +12,32 @@ from torch import Tensor, nn
 
 from kernel_fusion.backends.availability import is_dtensor
 from kernel_fusion.core import checks
-from kernel_fusion.nn.fast_path import keep_out_of_fast_paths
 
 Shape = int | Sequence[int] | torch.Size
+
+
+class _CountedHooks(OrderedDict[int, Callable[..., Any]]):
+    """Hooks of a module, counted as one more than there are; saved and copied as the plain dictionary.
+
+    The fused inference path of `nn.TransformerEncoderLayer` reads the weight and bias of a plain LayerNorm and never
+    calls the module. It steps aside for modules whose hooks have a length. A call costs nothing more: `nn.Module` asks
+    only whether hooks are true.
+    """
+
+    def __len__(self) -> int:
+        return super().__len__() + 1
+
+    def __bool__(self) -> bool:
+        return super().__len__() > 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, (list(self.items()),)
+
+
+def keep_out_of_fast_paths(module: nn.Module) -> None:
+    """Have `nn.TransformerEncoderLayer` call `module` in inference too."""
+    if not isinstance(module._forward_pre_hooks, _CountedHooks):
+        module._forward_pre_hooks = _CountedHooks(module._forward_pre_hooks)
 
 
 class Stages(nn.Module):

@@ -2,7 +2,30 @@
 
 from __future__ import annotations
 
-from kernel_fusion.operators import meta, stubs, vmap
-from kernel_fusion.operators.decompositions import decompositions
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from kernel_fusion.operators import meta, schemas, stubs, vmap
 
 __all__ = ["decompositions", "meta", "stubs", "vmap"]
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """A table of the definition of each operator that a verb calls, by its overload, for `run_decompositions`.
+
+    A decomposed program computes what `backend="eager"` does.
+
+    Example:
+        >>> import torch, kernel_fusion as kf
+        >>> from kernel_fusion.operators import decompositions
+        >>> program = torch.export.export(kf.FusedRMSNorm(8), (torch.randn(4, 8),))
+        >>> program = program.run_decompositions(decompositions())
+        >>> any("kernel_fusion" in str(node.target) for node in program.graph.nodes)
+        False
+    """
+    return {schemas.overload(name): partial(_definition, name) for name in schemas.VERBS}
+
+
+def _definition(name: str, *args: Any, **kwargs: Any) -> Any:
+    return schemas.reference_call(name, *schemas.bind(schemas.overload(name), args, kwargs))

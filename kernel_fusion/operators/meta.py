@@ -1,4 +1,4 @@
-"""Shapes and dtypes for tracing, by PyTorch's calls; norms have theirs in C++."""
+"""Shapes and dtypes for tracing, by PyTorch's calls. Norms have theirs in C++; quantised verbs are made of these."""
 
 from __future__ import annotations
 
@@ -14,17 +14,31 @@ from kernel_fusion.core.rotary import result_like
 from kernel_fusion.operators.schemas import library
 
 
+def _meta(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Register a function for the operator of its name."""
+
+    def checked(*args: Any) -> Any:
+        arguments.one_device(function.__name__, args)
+        return function(*args)
+
+    library.impl(function.__name__, checked, "Meta")
+    return function
+
+
+@_meta
 def pointwise(a: Tensor, b: Tensor | None, *_: Any) -> Tensor:
     """The sum's, by PyTorch's rules."""
     return torch.empty_like(a) if b is None else torch.empty_like(torch.add(a, b))
 
 
+@_meta
 def pointwise_fwd(a: Tensor, b: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
     """The result, and one bit per element."""
     y = pointwise(a, b, *rest)
     return y, y.new_empty((y.numel() + 7) // 8, dtype=torch.uint8)
 
 
+@_meta
 def pointwise_bwd(dy: Tensor, a: Tensor, b: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
     """The gradients that the mask, last, asks for."""
     wants = rest[-1]
@@ -34,64 +48,46 @@ def pointwise_bwd(dy: Tensor, a: Tensor, b: Tensor | None, *rest: Any) -> tuple[
     )
 
 
+@_meta
 def reduce(input: Tensor, dim: list[int], keepdim: bool, _: str, dtype: torch.dtype | None) -> Tensor:
     """The sum's, by PyTorch's rules."""
     return torch.empty_like(input.sum(dim, keepdim, dtype=dtype or input.dtype))
 
 
+@_meta
 def softmax(input: Tensor, *_: Any) -> Tensor:
     """A contiguous result."""
     return torch.empty_like(input, memory_format=torch.contiguous_format)
 
 
+@_meta
 def softmax_bwd(dy: Tensor, y: Tensor, *_: Any) -> Tensor:
     """A contiguous gradient."""
     return torch.empty_like(y, memory_format=torch.contiguous_format)
 
 
+@_meta
 def qk_norm_rope(query: Tensor, key: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
     """Each in the order of its argument's strides."""
     return result_like(query), query.new_empty(0) if key is None else result_like(key)
 
 
+@_meta
 def qk_norm_rope_bwd(dy: Tensor, dy_key: Tensor | None, query: Tensor | None, key: Tensor | None, *rest: Any) -> Any:
     """The gradients that the mask, last, asks for; weights' are rows of one head."""
-    wants, weights = rest[-1], rest[:2]
-    dx = [t if x is None else x for t, x in ((dy, query), (dy_key, key))]
-    heads = [
-        result_like(t) if wanted and t is not None else dy.new_empty(0) for t, wanted in zip(dx, wants[:2], strict=True)
+    heads = dy if query is None else query, dy_key if key is None else key
+    like: list[tuple[Tensor | None, Callable[..., Tensor]]] = [
+        *((t, result_like) for t in heads),
+        *((weight, torch.empty_like) for weight in rest[:2]),
     ]
-    rows = [
-        torch.empty_like(w) if wanted and w is not None else dy.new_empty(0)
-        for w, wanted in zip(weights, wants[2:], strict=True)
-    ]
-    return *heads, *rows
+    return tuple(
+        make(t) if wanted and t is not None else dy.new_empty(0)
+        for (t, make), wanted in zip(like, rest[-1], strict=True)
+    )
 
 
+@_meta
 def quantize(input: Tensor, dtype: torch.dtype, scale: Tensor | None, block: int) -> tuple[Tensor, Tensor]:
     """Contiguous codes, and the scales as they lie."""
     values = torch.empty_like(input, dtype=dtype, memory_format=torch.contiguous_format)
     return values, empty_scales(input, block) if scale is None else input.new_empty(0, dtype=torch.float32)
-
-
-def _on_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    def checked(*args: Any) -> Any:
-        arguments.one_device(function.__name__, args)
-        return function(*args)
-
-    return checked
-
-
-# Quantised verbs are made of these.
-for _function in (
-    pointwise,
-    pointwise_fwd,
-    pointwise_bwd,
-    reduce,
-    softmax,
-    softmax_bwd,
-    qk_norm_rope,
-    qk_norm_rope_bwd,
-    quantize,
-):
-    library.impl(_function.__name__, _on_one_device(_function), "Meta")

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernel_fusion.backends import eager
 from kernel_fusion.core import arguments
 from kernel_fusion.errors import BuildError
-from kernel_fusion.operators import fallback, loader, quantized, schemas
+from kernel_fusion.operators import fallback, loader, schemas
 
 # Those with kernels in the extension; "meta" is for tracing.
 _NATIVE_DEVICES = ("cpu", "cuda", "meta")
+_Codes = tuple[torch.dtype, Tensor | None, int]
 
 
 def _verb_stub(name: str) -> Callable[..., Any]:
@@ -60,9 +62,44 @@ def _quantized_stub(name: str) -> Callable[..., Any]:
         unloaded = args[0].device.type in ("cpu", "cuda") and not loader.is_loaded()
         if unloaded and args[0].layout == torch.strided and loader.load():
             return operator(*args)
-        return arguments.checked(operator, quantized.DEFINITIONS[name])(*args)
+        return arguments.checked(operator, _QUANTIZED[name])(*args)
 
     return stub
+
+
+def _row_norm(
+    input: Tensor,
+    residual: Tensor | None,
+    dtype: torch.dtype,
+    scale: Tensor | None,
+    block: int,
+    keeps: bool,
+    *norm: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A norm with its stages, and then its codes."""
+    y, h = schemas.overload("staged_row_norm")(input, residual, *norm)
+    return *_quantized(y, (dtype, scale, block), keeps), h
+
+
+def _gate(
+    gate: Tensor, value: Tensor, activation: str, dtype: torch.dtype, scale: Tensor | None, block: int, keeps: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A gated activation, and then its codes."""
+    y = schemas.overload("pointwise")(gate, value, "gate", activation, 1.0, 0.0, None)
+    return _quantized(y, (dtype, scale, block), keeps)
+
+
+def _quantized(y: Tensor, codes: _Codes, keeps: bool) -> tuple[Tensor, Tensor, Tensor]:
+    values, scale = schemas.overload("quantize")(y, *codes)
+    return values, scale, y if keeps else y.new_empty(0)
+
+
+# Quantised results where no kernel serves them.
+_QUANTIZED: dict[str, Callable[..., Any]] = {
+    "quantize": eager.quantize,
+    "quantized_row_norm": _row_norm,
+    "quantized_gate": _gate,
+}
 
 
 def _kind(t: Tensor) -> str:

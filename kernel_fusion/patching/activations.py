@@ -1,7 +1,6 @@
 """Activation modules: recognises ours and makes a forward that computes them in one pass.
 
-A module that PyTorch computes in a single kernel is left. One written as a formula costs a kernel, and a tensor kept
-for backward, per operation.
+A module that PyTorch computes in a single kernel is left.
 """
 
 from __future__ import annotations
@@ -16,22 +15,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernel_fusion.core.activations import ACTIVATIONS
 from kernel_fusion.functional import bias_act, softmax
-from kernel_fusion.patching.agree import disagreement
+from kernel_fusion.patching.agree import FLOATING, disagreement, is_floating
 from kernel_fusion.patching.stand_in import StandIn, arguments, generator
+from kernel_fusion.patching.swap import Plan
 
 # Any two of our activations differ somewhere by 3e-4; two fp32 spellings of one differ by less than this.
 _SAME = 1e-5
-_FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class ActivationForm:
+class ActivationForm(Plan):
     """An activation, by name."""
 
     name: str
-
-    def __deepcopy__(self, memo: Any) -> ActivationForm:
-        return self
 
     def __str__(self) -> str:
         return f"bias_act, activation={self.name!r}"
@@ -40,7 +36,7 @@ class ActivationForm:
         """The methods of a patched activation."""
 
         def forward(self_: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or len(args) != 1 or kwargs or not _floating(args[0]):
+            if torch.compiler.is_compiling() or len(args) != 1 or kwargs or not is_floating(args[0]):
                 return original.forward(self_, *args, **kwargs)
             return bias_act(args[0], None, self.name)
 
@@ -48,11 +44,8 @@ class ActivationForm:
 
 
 @dataclass(frozen=True)
-class SoftmaxForm:
+class SoftmaxForm(Plan):
     """A softmax over the last dimension."""
-
-    def __deepcopy__(self, memo: Any) -> SoftmaxForm:
-        return self
 
     def __str__(self) -> str:
         return "softmax"
@@ -64,15 +57,11 @@ class SoftmaxForm:
             dim = self_.dim
             last = isinstance(dim, int) and dim in (-1, input.dim() - 1)
             autocast = not input.is_meta and torch.is_autocast_enabled(input.device.type)  # PyTorch's returns fp32 then
-            if torch.compiler.is_compiling() or autocast or not last or not _floating(input):
+            if torch.compiler.is_compiling() or autocast or not last or not is_floating(input):
                 return original.forward(self_, input)  # type: ignore[no-any-return]
             return softmax(input, -1)
 
         return {"forward": forward}
-
-
-def _floating(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dtype in _FLOATING
 
 
 class _Operations(TorchDispatchMode):
@@ -113,7 +102,7 @@ def _agrees(function: Callable[[Tensor], Any], name: str) -> bool:
     def ours(x: Tensor) -> Tensor:
         return bias_act(x, None, name, backend="eager")
 
-    return all(disagreement(ours, function, ACTIVATIONS[name], [x.to(dtype)]) is None for dtype in _FLOATING)
+    return all(disagreement(ours, function, ACTIVATIONS[name], [x.to(dtype)]) is None for dtype in FLOATING)
 
 
 def operations(function: Callable[[Tensor], Any]) -> int:

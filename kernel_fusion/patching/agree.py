@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,24 @@ SAME_ROUNDING = 0.01
 # Units in the last place; a gradient that is cut off, as by `detach`, is further off in fp32.
 _SAME_GRADIENT = 2.0**12
 
+FLOATING = (torch.float32, torch.bfloat16, torch.float16)
+
 Function = Callable[..., Tensor]
+
+
+def is_floating(x: Any) -> bool:
+    """Whether it is such a tensor."""
+    return isinstance(x, Tensor) and x.dtype in FLOATING
+
+
+def attempt(function: Callable[..., Any], *inputs: Tensor) -> Tensor | None:
+    """The tensor that unknown code returns; None if it raises."""
+    try:
+        with torch.no_grad():
+            result = function(*inputs)
+    except Exception:
+        return None
+    return result if isinstance(result, Tensor) else None
 
 
 def same_function(found: Tensor, exact: Tensor) -> bool:

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from kernel_fusion.core.activations import ACTIVATIONS
-from kernel_fusion.patching.agree import SAME_ROUNDING, differing_bits, disagreement, same_function
+from kernel_fusion.patching.agree import FLOATING, SAME_ROUNDING, attempt, differing_bits, disagreement, same_function
 from kernel_fusion.patching.norms import Case, Gate, Key, NormForm
 from kernel_fusion.patching.stand_in import StandIn, arguments, generator
 
 _HALF = (torch.bfloat16, torch.float16)
-_DTYPES = (torch.float32, *_HALF)
 _EPS = (1e-5, 1e-6, 1e-8, 1e-12, torch.finfo(torch.float32).eps)
 _ACTIVATIONS = sorted({*ACTIVATIONS, None}, key=lambda name: (name != "silu", name != "sigmoid", str(name)))
 
@@ -53,7 +52,7 @@ def _normal(random: torch.Generator, *shape: int) -> Tensor:
 
 
 class Examination:
-    """One module under examination: its stand-in, as a function of input, gate and parameters."""
+    """A module's stand-in, as a function of input, gate and parameters."""
 
     def __init__(self, module: nn.Module, gated: bool) -> None:
         self.module = module
@@ -124,16 +123,6 @@ def fit(module: nn.Module, rounding: str) -> NormForm | str:
     return reason
 
 
-def _attempt(function: Callable[..., Any], *inputs: Tensor) -> Tensor | None:
-    """The tensor that unknown code returns for made-up inputs; None if it raises or returns something else."""
-    try:
-        with torch.no_grad():
-            result = function(*inputs)
-    except Exception:
-        return None
-    return result if isinstance(result, Tensor) else None
-
-
 def _function(examination: Examination, gate_name: str) -> NormForm | str:
     """The norm that the module is in exact arithmetic."""
     sizes = (10.0 ** torch.arange(-6, 3)).repeat(2)
@@ -144,7 +133,7 @@ def _function(examination: Examination, gate_name: str) -> NormForm | str:
     found = {
         len(lead): y.reshape(x.shape)
         for lead in ((18,), (2, 9), (2, 3, 3))
-        for y in [_attempt(examination.theirs, *(t.reshape(*lead, *examination.row) for t in (x, *gate)), *parameters)]
+        for y in [attempt(examination.theirs, *(t.reshape(*lead, *examination.row) for t in (x, *gate)), *parameters)]
         if y is not None and y.shape == (*lead, *examination.row)
     }
     if 2 not in found:  # a norm over another dimension may take rows
@@ -187,7 +176,7 @@ def _gates(examination: Examination, name: str) -> list[Gate | None]:
     parameters = examination.parameters(torch.float32)
     other = x.clone()
     other[..., 0] += 1
-    both = [_attempt(examination.theirs, t, gate, *parameters) for t in (x, other)]
+    both = [attempt(examination.theirs, t, gate, *parameters) for t in (x, other)]
     if both[0] is None or both[1] is None or both[0].shape != x.shape:
         return []
     size = int((both[0] != both[1]).any(0).sum())
@@ -202,9 +191,9 @@ def _with_cases(examination: Examination, form: NormForm, rounding: str) -> Norm
     """The form, with the pairs of dtypes in which both agree."""
     inherited = type(examination.module).forward in (nn.LayerNorm.forward, nn.RMSNorm.forward)
     cases: dict[Key, Case] = {}
-    weights = _DTYPES if examination.names else (None,)
+    weights = FLOATING if examination.names else (None,)
     for input_dtype, weight_dtype in [
-        *itertools.product(_DTYPES, weights),
+        *itertools.product(FLOATING, weights),
         (torch.float64, weights[0] and torch.float64),
     ]:
         for autocast in (False, True):
@@ -227,12 +216,12 @@ def _agreed(examination: Examination, form: NormForm, key: Key, rounding: str) -
     inputs = [*examination.rows(count, key.input), *examination.parameters(key.weight or torch.float32)]
     mode: AbstractContextManager[Any] = CudaAutocast() if key.autocast else nullcontext()
     with mode:
-        y = _attempt(examination.theirs, *inputs)
+        y = attempt(examination.theirs, *inputs)
     if y is None or y.shape != inputs[0].shape:
         return None
     kinds = ("once",) if key.input not in _HALF else ("once", "hf") if rounding == "match" else (rounding,)
     candidates = [Case(kind, y.dtype) for kind in kinds]
-    results = {case: _attempt(examination.ours(form, case), *inputs) for case in candidates}
+    results = {case: attempt(examination.ours(form, case), *inputs) for case in candidates}
     off = {case: differing_bits(result, y) for case, result in results.items() if result is not None}
     if not off:
         return None

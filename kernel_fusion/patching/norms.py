@@ -16,23 +16,8 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from kernel_fusion.core.spec import rounding_for
-from kernel_fusion.functional import (
-    add_layer_norm,
-    add_modulated_layer_norm,
-    add_modulated_rms_norm,
-    add_rms_norm,
-    bound,
-    gated_layer_norm,
-    gated_rms_norm,
-    layer_norm,
-    modulated_layer_norm,
-    modulated_rms_norm,
-    rms_norm,
-)
-
-# LayerNorm, RMSNorm.
-_MODULATED = (modulated_layer_norm, modulated_rms_norm)
-_ADD_MODULATED = (add_modulated_layer_norm, add_modulated_rms_norm)
+from kernel_fusion.functional import bound, gated_norm, modulated_norm, row_norm
+from kernel_fusion.patching.swap import Plan
 
 
 class Gate(NamedTuple):
@@ -60,7 +45,7 @@ class Key(NamedTuple):
 
 
 @dataclass(frozen=True)
-class NormForm:
+class NormForm(Plan):
     """A norm as arguments of our verbs."""
 
     rms: bool
@@ -73,14 +58,10 @@ class NormForm:
     dims: tuple[int, ...] = ()  # allowed numbers of leading dimensions of x; empty: any
     cases: tuple[tuple[Key, Case], ...] = ()
 
-    def __deepcopy__(self, memo: Any) -> NormForm:
-        return self
-
     def __str__(self) -> str:
-        verb = ("gated_" if self.gate else "") + ("rms_norm" if self.rms else "layer_norm")
         rounding = "rounding='hf'" if any(case.rounding == "hf" for _, case in self.cases) else ""
         offset = f"weight_offset={self.weight_offset}" if self.weight_offset else ""
-        return ", ".join(filter(None, (verb, rounding, offset)))
+        return ", ".join(filter(None, (self._name(), rounding, offset)))
 
     def methods(self, original: type[nn.Module]) -> Mapping[str, Callable[..., Any]]:
         """The methods of a patched norm; the others are for what stands around it (sites.py)."""
@@ -111,17 +92,19 @@ class NormForm:
 
         That of a modulated norm takes scale and shift in place of weight and bias, and rounds once.
         """
-        options: dict[str, Any] = {"weight_offset": self.weight_offset, "backend": backend, **case._asdict()}
+        options: dict[str, Any] = {"out_dtype": case.out_dtype, "backend": backend}
+        if not modulated:
+            options |= {"weight_offset": self.weight_offset, "rounding": case.rounding}
         if self.gate is not None:
             options |= {"gate_activation": self.gate.activation, "gate_first": self.gate.first}
             options |= {"group_size": self.gate.group_size}
-            return partial(gated_rms_norm if self.rms else gated_layer_norm, **options)
-        if modulated:
-            verbs = _ADD_MODULATED if adds else _MODULATED
-            return partial(verbs[self.rms], out_dtype=case.out_dtype, backend=backend)
-        if adds:
-            return partial(add_rms_norm if self.rms else add_layer_norm, **options)
-        return partial(rms_norm if self.rms else layer_norm, **options)
+        home = gated_norm if self.gate else modulated_norm if modulated else row_norm
+        return partial(getattr(home, self._name(adds, modulated)), **options)
+
+    def _name(self, adds: bool = False, modulated: bool = False) -> str:
+        """The name of the verb."""
+        stages = "gated_" if self.gate else "modulated_" if modulated else ""
+        return f"{'add_' if adds else ''}{stages}{'rms_norm' if self.rms else 'layer_norm'}"
 
     def bound(self, key: Key, case: Case, *, adds: bool = False) -> Verb:
         """The same verb, made for many calls."""

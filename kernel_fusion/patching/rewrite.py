@@ -19,10 +19,10 @@ from typing import Any
 
 from torch import nn
 
-from kernel_fusion.patching import decorators, rewriter, sites
+from kernel_fusion.patching import rewriter, sites
 from kernel_fusion.patching.rewriter import Rewriter, Site
 from kernel_fusion.patching.rotary import turned
-from kernel_fusion.patching.swap import original_class
+from kernel_fusion.patching.swap import Plan, original_class
 
 _SITES = {
     rewriter.ADD_NORM: sites.add_norm,
@@ -61,7 +61,7 @@ def search(kind: Any) -> dict[str, Found]:
     """The methods to rewrite, and what in them."""
     result = {}
     for name, method in methods_of(kind).items():
-        function = decorators.inside(method)
+        function = _inside(method)
         if name.startswith("__") or (tree := _parse(function)) is None:
             continue
         found = Found(method, function)
@@ -116,13 +116,52 @@ def rewritten(found: Found, form: RewriteForm) -> Any:
     text = ast.unparse(ast.fix_missing_locations(factory))
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     code = next(c for c in compile(text, file, "exec").co_consts if isinstance(c, types.CodeType))
-    closure = [cell.cell_contents for cell in function.__closure__ or ()]
-    made = types.FunctionType(code, function.__globals__)(*closure, sites.gated_by(acts), *_SITES.values())
+    made = types.FunctionType(code, function.__globals__)(*_closure(function), sites.gated_by(acts), *_SITES.values())
     made.__defaults__, made.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
     made.__module__, made.__qualname__, made.__doc__ = function.__module__, function.__qualname__, function.__doc__
     made.__annotations__ = function.__annotations__
     vars(made).update(vars(function))
-    return decorators.around(found.method, made)
+    return _around(found.method, made)
+
+
+def _inside(method: types.FunctionType) -> types.FunctionType:
+    """The function that decorators call in the end; a copy of a wrapper can call another, which its closure holds."""
+    place = _place(method)
+    return method if place is None else _inside(_closure(method)[place])
+
+
+def _around(method: types.FunctionType, function: Any) -> Any:
+    """The method's decorators around another function."""
+    place = _place(method)
+    if place is None:
+        return function
+    cells = list(method.__closure__ or ())
+    wrapped = _around(_closure(method)[place], function)
+    cells[place] = types.CellType(wrapped)
+    made = types.FunctionType(method.__code__, method.__globals__, None, method.__defaults__, tuple(cells))
+    functools.update_wrapper(made, method)
+    made.__kwdefaults__ = method.__kwdefaults__
+    made.__wrapped__ = wrapped  # type: ignore[attr-defined]
+    return made
+
+
+def _place(method: types.FunctionType) -> int | None:
+    """The variable that holds what a wrapper wraps, if no other does."""
+    wrapped = getattr(method, "__wrapped__", None)
+    places = [index for index, value in enumerate(_closure(method)) if value is wrapped]
+    held = sum(value is wrapped for value in vars(method).values())  # the compiler's has it twice
+    return places[0] if isinstance(wrapped, types.FunctionType) and len(places) == held == 1 else None
+
+
+def _closure(method: types.FunctionType) -> list[Any]:
+    """The values in a closure; None for empty variables."""
+    values = []
+    for cell in method.__closure__ or ():
+        try:
+            values.append(cell.cell_contents)
+        except ValueError:
+            values.append(None)
+    return values
 
 
 def _parse(function: types.FunctionType) -> ast.FunctionDef | None:
@@ -171,15 +210,12 @@ def _arguments(function: types.FunctionType) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class RewriteForm:
+class RewriteForm(Plan):
     """A class's expressions to replace: activations with identity and name, sites of norms, and functions of angles."""
 
     acts: tuple[tuple[str, Any, str], ...]
     sites: frozenset[Site]
     rotary: frozenset[tuple[str, int]]
-
-    def __deepcopy__(self, memo: Any) -> RewriteForm:
-        return self
 
     def __str__(self) -> str:
         gates = [f"gated_act, activation={name!r}" for name in sorted({name for _, _, name in self.acts})]

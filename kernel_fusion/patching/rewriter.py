@@ -65,9 +65,7 @@ class Rewriter:
         """`act(gate) * value`, even if the activated gate was named before."""
         for index, statement in enumerate(block):
             for holder, product in list(_children(statement, ast.BinOp)):
-                if not isinstance(product.op, ast.Mult):
-                    continue
-                for one, other in ((product.left, product.right), (product.right, product.left)):
+                for one, other in _orders(product, ast.Mult):
                     call = _call(one) or (self._named(block[:index], one) if not in_loop else None)
                     if call is None or not self.acts(ast.unparse(call.func)):
                         continue
@@ -122,7 +120,7 @@ class Rewriter:
                 if (normed := _normed(call)) is None:
                     continue
                 norm, argument, *vectors = normed
-                if _is_sum(argument):
+                if _orders(argument, ast.Add):
                     made = self._fused(block, statement, norm, argument, vectors, in_loop)
                     if made is not None:
                         self._put(holder, call, ast.Subscript(made, ast.Constant(0), ast.Load()))
@@ -145,12 +143,12 @@ class Rewriter:
     ) -> ast.Call | None:
         """The call for a norm and the sum that `statement` computes, with a term's dropout or gate if there is one."""
         text, modulated = ast.unparse(norm), bool(vectors)
-        for term, other in ((total.left, total.right), (total.right, total.left)):
-            whole = term if not isinstance(term, ast.Name) else self._just_before(block, statement, term, in_loop)
+        for term, other in _orders(total, ast.Add):
+            whole: Any = term if not isinstance(term, ast.Name) else self._just_before(block, statement, term, in_loop)
             # A call in the other term might draw random numbers, and would come at another time.
             if whole is None or any(isinstance(n, ast.Call) for n in ast.walk(other)):
                 continue
-            if modulated and _is_product(whole) and self.sites(Site(text, True, True)):
+            if modulated and _orders(whole, ast.Mult) and self.sites(Site(text, True, True)):
                 if whole is not term:
                     block[block.index(statement) - 1] = ast.Pass()
                 return _made(ADD_MODULATED, norm, other, whole.left, whole.right, *vectors)
@@ -228,12 +226,10 @@ def _names_it(node: ast.AST, name: str) -> bool:
     return isinstance(node, ast.Name) and node.id == name
 
 
-def _is_sum(node: ast.AST) -> bool:
-    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
-
-
-def _is_product(node: ast.AST) -> bool:
-    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
+def _orders(node: Any, kind: type[ast.operator]) -> list[tuple[ast.expr, ast.expr]]:
+    """Both orders of the operands of a sum or a product; none of other nodes."""
+    fits = isinstance(node, ast.BinOp) and isinstance(node.op, kind)
+    return [(node.left, node.right), (node.right, node.left)] if fits else []
 
 
 def _made(function: str, *args: ast.expr) -> ast.Call:
@@ -293,7 +289,7 @@ def _addition(block: list[ast.stmt], index: int, name: str) -> ast.Assign | None
         target = earlier.targets[0]
         if not isinstance(target, ast.Name):
             return None
-        if target.id == name and _is_sum(earlier.value):
+        if target.id == name and _orders(earlier.value, ast.Add):
             return earlier
         if not isinstance(earlier.value, ast.Name):
             return None
@@ -316,17 +312,13 @@ def _is_view(call: ast.Call) -> bool:
 
 def _modulation(node: ast.AST) -> tuple[ast.expr, ...] | None:
     """x, scale and, if there is one, shift of `x * (1 + scale) + shift`, in any order of operands."""
-    if _is_sum(node):
-        both = (node.left, node.right), (node.right, node.left)  # type: ignore[attr-defined]
-        return next(((*scaled, shift) for part, shift in both if (scaled := _scaled(part))), None)
-    return _scaled(node)
+    of_sum = ((*scaled, shift) for part, shift in _orders(node, ast.Add) if (scaled := _scaled(part)))
+    return next(of_sum, None) or _scaled(node)
 
 
 def _scaled(node: ast.AST) -> tuple[ast.expr, ast.expr] | None:
     """x and scale of `x * (1 + scale)`."""
-    if not _is_product(node):
-        return None
-    both = (node.left, node.right), (node.right, node.left)  # type: ignore[attr-defined]
+    both = _orders(node, ast.Mult)
     return next(((x, scale) for x, factor in both if (scale := _above_one(factor)) is not None), None)
 
 
@@ -335,9 +327,7 @@ def _above_one(node: ast.AST) -> ast.expr | None:
     if isinstance(node, ast.Subscript):
         inner = _above_one(node.value)
         return None if inner is None else ast.Subscript(inner, node.slice, ast.Load())
-    if not _is_sum(node):
-        return None
-    both = (node.left, node.right), (node.right, node.left)  # type: ignore[attr-defined]
+    both = _orders(node, ast.Add)
     return next((other for one, other in both if isinstance(one, ast.Constant) and one.value == 1), None)
 
 

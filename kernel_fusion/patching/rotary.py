@@ -16,11 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from kernel_fusion.functional.rotary import rotate
-from kernel_fusion.patching.agree import differing_bits, disagreement
+from kernel_fusion.patching.agree import FLOATING, attempt, differing_bits, disagreement
 from kernel_fusion.patching.stand_in import StandIn, arguments, examining, generator
-from kernel_fusion.patching.swap import is_bare
+from kernel_fusion.patching.swap import Plan, is_bare
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MARK = "_kf_angles"
 _COLUMNS = 16  # of made-up heads
 ONCE, HALVES, PAIRS = "once", "halves", "pairs"
@@ -50,13 +49,10 @@ def _version(t: Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class AnglesForm:
+class AnglesForm(Plan):
     """A module that makes cos and sin, each angle twice."""
 
     layout: str
-
-    def __deepcopy__(self, memo: Any) -> AnglesForm:
-        return self
 
     def __str__(self) -> str:
         return f"cos and sin for rope, from {self.layout}"
@@ -169,7 +165,7 @@ def fit_rotary(function: Any, count: int) -> RotaryForm | None:
             trial = _Trial(function, count, layout, interleaved, dim)
             if not trial.same(_COLUMNS // 2):
                 continue
-            rounding = {key: found for key in itertools.product(_DTYPES, _DTYPES) if (found := trial.rounding(*key))}
+            rounding = {key: found for key in itertools.product(FLOATING, FLOATING) if (found := trial.rounding(*key))}
             moved = _Trial(function, count, layout, interleaved, 3 - dim)
             moves = moved.same(_COLUMNS // 2, unsqueeze_dim=3 - dim)
             return RotaryForm(layout, interleaved, trial.same(_COLUMNS // 2 - 2), dim, moves, rounding)
@@ -219,7 +215,7 @@ class _Trial:
 
     def same(self, pairs: int, **options: Any) -> bool:
         heads = self.heads(torch.float32)
-        found = _attempt(self.theirs(pairs, torch.float32, **options), heads)
+        found = attempt(self.theirs(pairs, torch.float32, **options), *heads)
         if not all(map(torch.equal, heads, self.heads(torch.float32))):  # it turns its arguments in place
             return False
         ours = self.ours(pairs, torch.float32, "once")(*heads)
@@ -228,7 +224,7 @@ class _Trial:
     def rounding(self, dtype: torch.dtype, angles: torch.dtype) -> str | None:
         """The rounding in which both agree, forward and backward."""
         heads = self.heads(dtype)
-        found = _attempt(self.theirs(_COLUMNS // 2, angles), heads)
+        found = attempt(self.theirs(_COLUMNS // 2, angles), *heads)
         if found is None or found.dtype != dtype:
             return None
         candidates = ("once", "hf") if dtype == angles != torch.float32 else ("once",)
@@ -246,16 +242,8 @@ def _joined(results: Any) -> Tensor:
     return torch.cat([t.reshape(-1) for t in many])
 
 
-def _attempt(function: Callable[..., Tensor], heads: list[Tensor]) -> Tensor | None:
-    try:
-        with torch.no_grad():
-            return function(*heads)
-    except Exception:  # unknown code may raise anything for unexpected shapes
-        return None
-
-
 def turned(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Called by rewritten methods: one pass if that is the same, else the function."""
+    """One pass if that is the same, else the function."""
     if not torch.compiler.is_compiling() and (not isinstance(function, nn.Module) or is_bare(function)):
         form = fit_rotary(function, len(args) - 2)
         if form is not None and (found := form.call(*args, **kwargs)) is not None:

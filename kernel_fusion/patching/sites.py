@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kernel_fusion.functional import bound, gated_act
+from kernel_fusion.patching.agree import is_floating
 from kernel_fusion.patching.stand_in import settings
 from kernel_fusion.patching.swap import is_bare, original_class
-
-_FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def identity(act: Any) -> Any:
@@ -31,8 +30,8 @@ def gated_by(acts: dict[str, tuple[Any, str]]) -> Callable[[str, Any, Any, Any],
             not torch.compiler.is_compiling()  # the compiler fuses this itself
             and identity(act) == known
             and (not isinstance(act, nn.Module) or is_bare(act))
-            and _floating(gate)
-            and _floating(value)
+            and is_floating(gate)
+            and is_floating(value)
             and gate.shape == value.shape
         ):
             return gate_by(gate, value)
@@ -131,14 +130,10 @@ def _of_function(p: float = 0.5, training: bool = True, inplace: bool = False) -
 
 
 def _in_order(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The other term, and one that has the sum's dtype, if there is one."""
+    """The other term, and one of the sum's dtype, if any."""
     if a.dtype is b.dtype:
         return b, a
     wider = torch.promote_types(a.dtype, b.dtype)
-    if not (_floating(a) and _floating(b)) or wider not in (a.dtype, b.dtype):
+    if not (is_floating(a) and is_floating(b)) or wider not in (a.dtype, b.dtype):
         return None
     return (b, a) if wider == a.dtype else (a, b)
-
-
-def _floating(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dtype in _FLOATING

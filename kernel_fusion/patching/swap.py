@@ -7,19 +7,23 @@ pickles store the original class and the plan, and make the subclass again.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 
-class Plan(Hashable, Protocol):
-    """How modules of a class are changed. It is hashable, and picklable, because modules' pickles contain it."""
+class Plan(ABC):
+    """How modules of a class are changed; hashable, and picklable, because modules' pickles contain it."""
 
+    def __deepcopy__(self, memo: Any) -> Plan:
+        return self
+
+    @abstractmethod
     def methods(self, original: type[nn.Module]) -> Mapping[str, Callable[..., Any]]:
         """The methods that replace those of `original`."""
-        ...
 
 
 def original_class(kind: type) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,17 +17,11 @@ from kernel_fusion.backends.cuda.user_table import path_of, users_table
 from kernel_fusion.core.spec import dtype_name, rounding_for, torch_dtype
 from kernel_fusion.core.stages import compiled_in, of_verb
 
-_Explainer = Callable[[str, Mapping[str, Any]], tuple[str, ...]]
-
 
 def plan_lines(verb: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    """The plans of the kernels that `verb` launches."""
-    explainer = _EXPLAINERS.get(verb)
-    return () if explainer is None else explainer(verb, arguments)
-
-
-def _row_norm(verb: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    """Forward and backward of contiguous tensors, with all gradients."""
+    """The plans of a norm of contiguous tensors, forward and backward with all gradients; none of other verbs."""
+    if not verb.endswith(("layer_norm", "rms_norm")):
+        return ()
     input, out_dtype, shape = (arguments[name] for name in ("input", "out_dtype", "normalized_shape"))
     if out_dtype is None and input.dtype.itemsize == 2 and torch.is_autocast_enabled("cuda"):
         out_dtype = torch.float32
@@ -68,7 +62,3 @@ def _origin(facts: Facts) -> str:
 
 def _dtype(tensor: Tensor | None) -> str | None:
     return None if tensor is None else dtype_name(tensor.dtype)
-
-
-_PREFIXES = ("", "add_", "gated_", "modulated_", "add_modulated_")
-_EXPLAINERS: dict[str, _Explainer] = {p + norm: _row_norm for p in _PREFIXES for norm in ("layer_norm", "rms_norm")}

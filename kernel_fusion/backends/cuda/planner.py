@@ -68,6 +68,8 @@ _CALLBACK = ctypes.CFUNCTYPE(None, _INTEGERS, _TEXT, _TEXT, _TEXT, _INTEGERS)
 _kept: list[bytes] = []
 # Backward plans on autograd's threads, too.
 _override: Callable[[RowNormSpec, Plan], Plan] | None = None
+# They share a sum over columns.
+_REHEARSED_MULTIPROCESSORS = 132
 # Make launchers forget their kernels.
 forgets: list[Callable[[], object]] = []
 
@@ -157,6 +159,27 @@ def forget_kernels() -> None:
     """Plan kernels anew."""
     for forget in forgets:
         forget()
+
+
+@contextmanager
+def rehearsal(library: ctypes.CDLL, device: Device) -> Iterator[dict[tuple[Spec, Any], None]]:
+    """Within, in every thread, CPU tensors stand for those of `device`, and results are meaningless.
+
+    Yields:
+        Spec and access of each kernel that calls have needed so far.
+    """
+    met: dict[tuple[Spec, Any], None] = {}
+
+    def note(_: int, spec: Spec, access: Any) -> tuple[Launch, str, bytes]:
+        met[spec, access] = None
+        return launch_of(plan_for(spec, access, device), device), "", b""
+
+    noting = callback(note)  # C++ may call it
+    library.kf_rehearse(ctypes.cast(noting, ctypes.c_void_p), _REHEARSED_MULTIPROCESSORS)
+    try:
+        yield met
+    finally:
+        library.kf_rehearse(None, 0)
 
 
 def family(

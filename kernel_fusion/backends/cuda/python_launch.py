@@ -161,9 +161,23 @@ def _name(tensor: Tensor | None) -> str | None:  # pragma: gpu
     return None if tensor is None else dtype_name(tensor.dtype)
 
 
-def _empty_stats(input: Tensor, num_dims: int, rms: bool) -> Tensor:
+def _forward_results(
+    input: Tensor, num_dims: int, weight: Any, bias: Any, eps: float, offset: float, out_dtype: Any, rms: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for y and statistics."""
     shape = (1 if rms else 2, *input.shape[: input.dim() - num_dims])
-    return input.new_empty(shape, dtype=compute_dtype(input.dtype))
+    y = input.new_empty(input.shape, dtype=out_dtype)
+    return y, input.new_empty(shape, dtype=compute_dtype(input.dtype)), input.new_empty(0)
+
+
+def _backward_results(
+    dy: Tensor, input: Tensor, stats: Tensor, num_dims: int, weight: Any, bias_dtype: Any, *rest: Any
+) -> tuple[Tensor, ...]:
+    """Memory for the wanted gradients."""
+    wants, shape = rest[-1], input.shape[input.dim() - num_dims :]
+    dweight = input.new_zeros(shape if wants[1] else 0, dtype=None if weight is None else weight.dtype)
+    dbias = input.new_zeros(shape if wants[2] else 0, dtype=bias_dtype)
+    return input.new_empty(input.shape if wants[0] else 0), dweight, dbias, input.new_empty(0), input.new_empty(0)
 
 
 def _stats_addresses(stats: Tensor, rms: bool) -> tuple[int | None, int]:  # pragma: gpu
@@ -172,11 +186,10 @@ def _stats_addresses(stats: Tensor, rms: bool) -> tuple[int | None, int]:  # pra
 
 def row_norm_fwd(input: Tensor, num_dims: int, *norm: Any) -> tuple[Tensor, Tensor, Tensor]:  # pragma: gpu
     """`kernel_fusion::row_norm_fwd` without stages."""
-    *affine, eps, weight_offset, out_dtype, rms = norm
+    *affine, eps, weight_offset, _, rms = norm
     x = input.contiguous()
     weight, bias = (None if t is None else t.contiguous() for t in affine)
-    y = torch.empty_like(x, dtype=out_dtype)
-    stats = _empty_stats(input, num_dims, rms)
+    y, stats, no_h = _forward_results(x, num_dims, *norm)
     rows, cols = _geometry(x, num_dims)
     if y.numel():
         names = dtype_name(x.dtype), dtype_name(y.dtype), _name(weight), _name(bias)
@@ -188,7 +201,7 @@ def row_norm_fwd(input: Tensor, num_dims: int, *norm: Any) -> tuple[Tensor, Tens
         kernel.launch(kernel.grid(rows), 1, x.device, args)
     if rms and input.dim() > 3:  # PyTorch's LayerNorm gives a contiguous result
         y = y.contiguous(memory_format=suggest_memory_format(input))
-    return y, stats, x.new_empty(0)
+    return y, stats, no_h
 
 
 def row_norm_bwd(  # pragma: gpu
@@ -201,15 +214,13 @@ def row_norm_bwd(  # pragma: gpu
     weight_offset: float,
     rms: bool,
     output_mask: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """`kernel_fusion::row_norm_bwd` without stages."""
     dy, x = dy.contiguous(), input.contiguous()
     weight = None if weight is None else weight.contiguous()
     rows, cols = _geometry(x, num_dims)
-    shape = x.shape[x.dim() - num_dims :]
-    dx = torch.empty_like(x) if output_mask[0] else x.new_empty(0)
-    dweight = x.new_zeros(shape if output_mask[1] else 0, dtype=None if weight is None else weight.dtype)
-    dbias = x.new_zeros(shape if output_mask[2] else 0, dtype=bias_dtype)
+    results = _backward_results(dy, x, stats, num_dims, weight, bias_dtype, output_mask)
+    dx, dweight, dbias, *_ = results
     if x.numel():
         grads = (output_mask[0], output_mask[1], output_mask[2])
         names = (dtype_name(x.dtype), dtype_name(dy.dtype), _name(weight))
@@ -220,7 +231,7 @@ def row_norm_bwd(  # pragma: gpu
         args.x_rows = args.dy_rows = _layout(cols, rows)
         args.weight_offset = weight_offset
         _launch_backward(spec, access, x.device, args, dweight, dbias)
-    return dx, dweight, dbias, x.new_empty(0), x.new_empty(0)
+    return results
 
 
 def _launch_backward(  # pragma: gpu
@@ -287,25 +298,6 @@ class RowNorm(torch.autograd.Function):
         return results[0], None, results[1], results[2], None, None, None, None
 
 
-def _fwd_meta(input: Tensor, num_dims: int, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    _, _, _, _, out_dtype, rms = rest
-    y = input.new_empty(input.shape, dtype=out_dtype)
-    return y, _empty_stats(input, num_dims, rms), input.new_empty(0)
-
-
-def _bwd_meta(dy: Tensor, input: Tensor, stats: Tensor, num_dims: int, *rest: Any) -> tuple[Tensor, ...]:
-    weight, bias_dtype, _, _, wants = rest
-    shape = input.shape[input.dim() - num_dims :]
-    dweight = input.new_empty(shape if wants[1] else 0, dtype=None if weight is None else weight.dtype)
-    return (
-        input.new_empty(input.shape if wants[0] else 0),
-        dweight,
-        input.new_empty(shape if wants[2] else 0, dtype=bias_dtype),
-        input.new_empty(0),
-        input.new_empty(0),
-    )
-
-
 def _takes_forward(input: Tensor, num_dims: int, weight: Tensor | None, bias: Tensor | None, *rest: Any) -> bool:
     _, _, out_dtype, _, *stages = rest
     if stages or not 1 <= num_dims <= input.dim() or out_dtype not in (None, *checks.FLOATING):
@@ -336,5 +328,5 @@ def register(library: torch.library.Library) -> None:
     """Make these functions the CUDA kernels of the operators below autograd."""
     for function, takes in ((row_norm_fwd, _takes_forward), (row_norm_bwd, _takes_backward)):
         library.impl(function.__name__, _with_checks(function, takes), "CUDA")
-    library.impl("row_norm_fwd", _fwd_meta, "Meta")
-    library.impl("row_norm_bwd", _bwd_meta, "Meta")
+    library.impl("row_norm_fwd", _forward_results, "Meta")
+    library.impl("row_norm_bwd", _backward_results, "Meta")

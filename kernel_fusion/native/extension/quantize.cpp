@@ -1,5 +1,5 @@
 // The operators of quantised results: checks, allocation, registration. Shapes for tracing come from Python
-// (operators/meta.py), and so does what serves other devices (operators/quantized.py).
+// (operators/meta.py), and so does what serves other devices (operators/stubs.py).
 #include "quantize.h"
 
 #include "backends.h"
