@@ -119,8 +119,8 @@ struct BlockSums {
   void round(int64_t run, const char* own, bool interleaved) const {
     for (int64_t gradient = 0; gradient < wanted.count; ++gradient)
       if (const auto type = result(gradient).scalar_type(); type != acc)
-        cpu::kernels().round_row(cpu_dtype(acc), own + gradient * row_bytes, cols, cpu_dtype(type), result_of(gradient, run),
-                                 interleaved);
+        cpu::gradient_kernels().round_row(cpu_dtype(acc), own + gradient * row_bytes, cols, cpu_dtype(type),
+                                          result_of(gradient, run), interleaved);
   }
   void add_up(int64_t runs) const {
     const int64_t of_run = blocks / runs;

@@ -13,8 +13,7 @@
 #include "cpu/kernels.h"
 #include "cpu/sums.h"
 
-namespace kf::cpu {
-namespace CPU_CAPABILITY {
+namespace kf::cpu::CPU_CAPABILITY {
 namespace {
 
 template <class A> inline constexpr A kNothing = -std::numeric_limits<A>::infinity();
@@ -176,11 +175,7 @@ void softmax(const Softmax& c, int64_t begin, int64_t end) {
 
 void softmax_bwd(const SoftmaxBackward& c, int64_t begin, int64_t end) {
   if (c.dy_type != c.type) return softmax_bwd_rows<AnyType, float>(c, begin, end);  // never of double with others
-  with_type(c.type, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    softmax_bwd_rows<Alike<T>, AccOf<T>>(c, begin, end);
-  });
+  with_type(c.type, [&]<class T>(T*) { softmax_bwd_rows<Alike<T>, AccOf<T>>(c, begin, end); });
 }
 
-}  // namespace CPU_CAPABILITY
-}  // namespace kf::cpu
+}  // namespace kf::cpu::CPU_CAPABILITY
