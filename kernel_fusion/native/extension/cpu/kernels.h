@@ -233,27 +233,12 @@ using StoreSums = void(const double* sums, int64_t n, double divisor, Dtype type
 
 // ---- Softmax ---------------------------------------------------------------------------------------------------------------
 
-// Leading dimensions, innermost first.
-struct RowStrides {
-  static constexpr int kMaxDims = 64;
-  int dims;
-  int64_t size[kMaxDims], stride[kMaxDims];
-  int64_t offset(int64_t row) const {
-    int64_t result = 0;
-    for (int d = 0; d + 1 < dims; ++d) {
-      result += row % size[d] * stride[d];
-      row /= size[d];
-    }
-    return dims ? result + row * stride[dims - 1] : 0;
-  }
-};
-
 struct Softmax {
   const char* x;
   const char* mask;
   char* y;  // contiguous
-  RowStrides x_rows, mask_rows;
-  int64_t cols, mask_stride;  // x's columns are contiguous
+  RowLayout x_rows, mask_rows;
+  int64_t cols, mask_stride;  // 0: a mask's column for all
   int64_t causal_rows;        // rows per matrix; row i keeps columns 0 ... i; 0: not causal
   double scale;
   Dtype type, mask_type = Dtype::kAbsent;  // kBool: what to keep, else added
