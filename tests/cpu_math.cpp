@@ -22,7 +22,7 @@ float ulp(double v) {
 
 constexpr uint32_t kLowerHalf = 0xffff;
 
-// As cpu/interleaved.h takes it for granted where it rounds to bf16.
+// As cpu/simd.h takes it for granted where it rounds to bf16.
 bool is_nan_of_bf16(float v) {
   uint32_t bits;
   std::memcpy(&bits, &v, sizeof bits);

@@ -34,12 +34,6 @@ bool is_seed(const OptionalTensor& t, const Tensor& input) {
   return present(t) && t->scalar_type() == at::kLong && t->dim() == 1 && t->sym_size(0) == 1 && t->device() == input.device();
 }
 
-int32_t code_of(std::string_view activation) {
-  const int32_t code = activation_code(activation);
-  TORCH_CHECK_VALUE(code >= 0, "kernel_fusion: no activation is called '", activation, "'");
-  return code;
-}
-
 Dropout dropout_of(double p, const OptionalTensor& seed) {
   TORCH_CHECK_VALUE(p >= 0.0 && p <= 1.0, "kernel_fusion: `dropout_p` must be a probability between 0 and 1, got ", p);
   return present(seed) ? Dropout::of(p) : Dropout{};

@@ -25,6 +25,9 @@ inline at::ScalarType acc_dtype(const Tensor& input) { return input.scalar_type(
 // The element types that kernels know.
 inline bool supported(at::ScalarType t) { return t == at::kHalf || t == at::kBFloat16 || t == at::kFloat || t == at::kDouble; }
 
+// Whether the second is of a type that goes with the first: fp64 goes with fp64, the other three with each other.
+inline bool mixes(at::ScalarType a, at::ScalarType b) { return supported(b) && (a == at::kDouble) == (b == at::kDouble); }
+
 inline Dtype cpu_dtype(at::ScalarType type) {
   switch (type) {
     case at::kHalf: return Dtype::kHalf;
@@ -44,6 +47,7 @@ inline OptionalDtype dtype_of(const OptionalTensor& t) { return present(t) ? Opt
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 inline const void* data_or_null(const Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; }
+inline void* memory_or_null(const Tensor& t) { return t.defined() ? t.data_ptr() : nullptr; }
 
 // Raises unless the storage of `t` holds its sizes and strides: libraries free and refill that of parameters and activations.
 // Call it before a kernel or a copy reads a caller's tensor.
@@ -66,15 +70,13 @@ bool readable(const Tensor& t);
 // Whether `t` is the seed of a dropout of `input`: one int64.
 bool is_seed(const OptionalTensor& t, const Tensor& input);
 
-// The code of an activation; raises if the name is unknown.
-int32_t code_of(std::string_view activation);
-
 // The entry called `name`, among names in the order of their codes; raises if no `what` has that name.
 template <class T, size_t n> T named(const std::string_view (&names)[n], std::string_view name, std::string_view what) {
-  for (size_t code = 0; code < n; ++code)
-    if (names[code] == name) return static_cast<T>(code);
-  TORCH_CHECK_VALUE(false, "kernel_fusion: no ", what, " is called '", name, "'");
+  const int32_t code = code_in(names, name);
+  TORCH_CHECK_VALUE(code >= 0, "kernel_fusion: no ", what, " is called '", name, "'");
+  return static_cast<T>(code);
 }
+inline int32_t code_of(std::string_view activation) { return named<int32_t>(kActivationNames, activation, "activation"); }
 
 // The dropout that an operator's arguments ask for; raises unless p is a probability. Without a seed there is none.
 Dropout dropout_of(double p, const OptionalTensor& seed);

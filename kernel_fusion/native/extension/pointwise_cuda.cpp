@@ -133,12 +133,9 @@ void launch_pointwise(const Chain& chain, at::TensorIteratorBase& iter, const st
   const auto* first = static_cast<const char*>(iter.data_ptr(arg[positions]));
   const int64_t position = (first - origin) / iteration.bytes(positions);
   access.aligned_positions = chain.seed && access.operands[positions].mode == Mode::kLinear && position % 8 == 0;
-  const auto device = iter.device(arg[positions]);
-  const OnDevice on(device);
-  const auto& kernel = find_kernel({device, spec_of(chain, backward, types), access}, on.stream);
   auto args = iteration.args(chain, position);
   if (chain.bits) args.data[backward ? kA : kOutB] = chain.bits;
-  launch(kernel, kernel.grid(args.size), 1, on.stream, &args);
+  launch_over(args.size, iter.device(arg[positions]), spec_of(chain, backward, types), access, &args);
 }
 
 }  // namespace
@@ -182,7 +179,7 @@ void pointwise_bwd_columns_cuda(const ColumnCall& call, Tensor& da, Tensor& db) 
   const PointwiseColumnsArgs args{call.dy.const_data_ptr(),
                                   a,
                                   call.b.const_data_ptr(),
-                                  da.defined() ? da.data_ptr() : nullptr,
+                                  memory_or_null(da),
                                   partials.data(0),
                                   call.rows,
                                   call.cols,
@@ -191,7 +188,7 @@ void pointwise_bwd_columns_cuda(const ColumnCall& call, Tensor& da, Tensor& db) 
                                   chain.scale,
                                   chain.dropout.last()};
   launch(kernel, tiles, slabs, on.stream, &args);
-  sum_partials(partials, &db, nullptr, on.stream);
+  sum_partials(partials, db, {}, on.stream);
 }
 
 }  // namespace kf

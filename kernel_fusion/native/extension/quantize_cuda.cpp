@@ -25,27 +25,22 @@ void launch_quantize(const Tensor& x, const Tensor& other, int32_t activation, c
                      Quantized& to) {
   const Rows x_rows(x, std::min<int64_t>(x.dim(), 1));
   check_length(x_rows.cols);
-  const int64_t size = x.element_size(), vec = dividing_power(x_rows.cols, kVectorBytes / size);
-  const auto access_of = [&](const Rows& rows) {
-    return RowAccess{std::min(rows.alignment, static_cast<int>(vec * size)), rows.strided};
-  };
+  const int64_t vec = dividing_power(x_rows.cols, kVectorBytes / size_of(x.scalar_type()));
   QuantizeSpec spec{
       .cols = static_cast<int>(x_rows.cols), .x = cpu_dtype(x.scalar_type()), .codes = codes_of(quantize, x_rows.cols)};
   spec.codes.keeps = v != nullptr;
-  QuantizeAccess access{.x = access_of(x_rows)};
+  QuantizeAccess access{.x = row_access(x_rows, vec)};
   QuantizeArgs args{x_rows.data(), nullptr, v, x_rows.rows, x_rows.layout, {}, code_args(quantize, x_rows.rows, to)};
   std::optional<Rows> other_rows;
   if (other.defined()) {
     other_rows.emplace(other, 1);
     spec.other = spec.x;
     spec.activation = activation;
-    access.other = access_of(*other_rows);
+    access.other = row_access(*other_rows, vec);
     args.other = other_rows->data();
     args.other_rows = other_rows->layout;
   }
-  const OnDevice on(x.device());
-  const auto& kernel = find_kernel({x.device(), spec, access}, on.stream);
-  launch(kernel, kernel.grid(args.rows), 1, on.stream, &args);
+  launch_over(args.rows, x.device(), spec, access, &args);
 }
 
 }  // namespace

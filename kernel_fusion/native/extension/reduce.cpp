@@ -4,9 +4,11 @@
 // dimensions is one step, from the innermost outwards: (outer, reduced, inner). The first step maps; the others add up its
 // sums, kept in the accumulator type; the last one divides for the mean.
 #include <ATen/WrapDimUtilsMulti.h>
+#include <c10/util/strides.h>
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
 
 #include "backends.h"
 #include "dispatch.h"
@@ -25,107 +27,70 @@ Tensor reference(const ReduceVerbCall& c) {
 
 namespace {
 
-struct Level {
-  int64_t size, stride;
-  bool reduced;
-};
-using Levels = c10::SmallVector<Level, 8>;
-
 // Dimensions from the outermost in memory inwards; expanded ones, which have no stride, come first.
-c10::SmallVector<int64_t, 8> memory_order(const Tensor& t) {
-  c10::SmallVector<int64_t, 8> order;
-  for (int64_t d = 0; d < t.dim(); ++d) order.push_back(d);
+at::DimVector memory_order(const Tensor& t) {
+  at::DimVector order(t.dim());
+  std::iota(order.begin(), order.end(), 0);
   const auto rank = [&](int64_t d) { return t.stride(d) ? t.stride(d) : std::numeric_limits<int64_t>::max(); };
   std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return rank(a) > rank(b); });
   return order;
 }
 
-bool mergeable(const Level& outer, const Level& inner) { return outer.stride == inner.stride * inner.size; }
-
-// Levels [begin, end) as one, or none if their strides do not allow it.
-std::optional<Level> merged(const Levels& levels, size_t begin, size_t end) {
-  Level all{1, 1, false};
-  for (size_t i = end; i-- > begin;) {
-    if (i + 1 < end && !mergeable(levels[i], all)) return std::nullopt;
-    if (i + 1 == end) all.stride = levels[i].stride;
-    all.size *= levels[i].size;
-  }
-  return all;
-}
-
-// Drops levels of one element, and merges neighbours of one kind if their strides allow it.
-Levels coalesced(const Levels& levels) {
-  Levels result;
-  for (const auto& level : levels) {
-    if (level.size == 1) continue;
-    if (!result.empty() && result.back().reduced == level.reduced && mergeable(result.back(), level)) {
-      result.back() = {result.back().size * level.size, level.stride, level.reduced};
-    } else {
-      result.push_back(level);
-    }
-  }
-  return result;
-}
-
-void make_dense(Levels& levels) {
-  int64_t stride = 1;
-  for (size_t i = levels.size(); i-- > 0; stride *= levels[i].size) levels[i].stride = stride;
-}
-
-// The level to reduce next, [begin, end): the last one; none if only the map is left.
-std::pair<size_t, size_t> innermost_reduced(const Levels& levels) {
-  size_t end = levels.size();
-  while (end > 0 && !levels[end - 1].reduced) --end;
-  return {end ? end - 1 : 0, end};
-}
-
-// The state between steps: `memory` holds what is left to reduce, laid out as `levels` say.
-struct Steps {
-  const Backend& backend;
+// What is left to reduce: its dimensions of more than one element, from the outermost in memory inwards.
+struct Remainder {
   Tensor memory;
-  Levels levels;
   Map map;
+  at::DimVector sizes, strides;
+  c10::SmallVector<bool, 8> reduced;
 
-  // Reduces one group of levels to a dense tensor of `dtype`.
-  void step(at::ScalarType dtype, double divisor) {
-    const auto [begin, end] = innermost_reduced(levels);
-    const auto outer = merged(levels, 0, begin), reduced = merged(levels, begin, end),
-               inner = merged(levels, end, levels.size());
-    Tensor out = allocate({outer->size * inner->size}, memory.options().dtype(dtype));
-    backend.reduce({map, memory.const_data_ptr(), memory.scalar_type(), outer->size, reduced->size, inner->size, outer->stride,
-                    reduced->stride, inner->stride, divisor, memory.device()},
-                   out);
-    levels.erase(levels.begin() + begin, levels.begin() + end);
-    make_dense(levels);
-    levels = coalesced(levels);
-    memory = std::move(out);
-    map = Map::kNone;
+  // Whether a dimension and the next lie as one.
+  bool is_joined(size_t d) const { return strides[d] == strides[d + 1] * sizes[d + 1]; }
+
+  // The dimensions to reduce next, [begin, end): the innermost that lie as one; none if only the map is left.
+  std::pair<size_t, size_t> next() const {
+    size_t end = sizes.size();
+    while (end > 0 && !reduced[end - 1]) --end;
+    size_t begin = end ? end - 1 : 0;
+    while (begin > 0 && reduced[begin - 1] && is_joined(begin - 1)) --begin;
+    return {begin, end};
+  }
+  bool last() const {
+    const auto* const begin = reduced.begin() + next().first;
+    return std::find(reduced.begin(), begin, true) == begin;
   }
 
+  // Size and stride of the dimensions [begin, end) as one; none if they lie apart.
+  std::optional<std::pair<int64_t, int64_t>> merged(size_t begin, size_t end) const {
+    for (size_t d = begin; d + 1 < end; ++d)
+      if (!is_joined(d)) return std::nullopt;
+    const int64_t size = std::accumulate(sizes.begin() + begin, sizes.begin() + end, int64_t{1}, std::multiplies<>());
+    return std::pair(size, begin < end ? strides[end - 1] : 1);
+  }
   // Whether the next step has the form that kernels take.
   bool ready() const {
-    const auto [begin, end] = innermost_reduced(levels);
-    return merged(levels, 0, begin) && merged(levels, end, levels.size());
+    const auto [begin, end] = next();
+    return merged(0, begin) && merged(end, sizes.size());
   }
 
-  bool last() const {
-    return std::count_if(levels.begin(), levels.end(), [](const Level& l) { return l.reduced; }) <= 1;
+  void set_dense(Tensor dense) {
+    memory = std::move(dense);
+    strides = c10::contiguous_strides(sizes);
   }
-};
 
-// The kept sizes in memory order, and each kept input dimension's place among them.
-struct KeptDims {
-  at::DimVector sizes, position;
-
-  KeptDims(const Tensor& input, const c10::SmallVector<int64_t, 8>& order, const std::bitset<64>& reduced) {
-    at::DimVector place(input.dim(), 0);
-    for (const int64_t d : order) {
-      if (reduced[d]) continue;
-      place[d] = static_cast<int64_t>(sizes.size());
-      sizes.push_back(input.size(d));
-    }
-    for (int64_t d = 0; d < input.dim(); ++d)
-      if (!reduced[d]) position.push_back(place[d]);
+  // Reduces the next dimensions to a dense tensor of `dtype`.
+  void step(const Backend& backend, at::ScalarType dtype, double divisor) {
+    const auto [begin, end] = next();
+    const auto [outer, outer_stride] = *merged(0, begin);
+    const auto [count, stride] = *merged(begin, end);
+    const auto [inner, inner_stride] = *merged(end, sizes.size());
+    Tensor out = allocate({outer * inner}, memory.options().dtype(dtype));
+    backend.reduce({map, memory.const_data_ptr(), memory.scalar_type(), outer, count, inner, outer_stride, stride, inner_stride,
+                    divisor, memory.device()},
+                   out);
+    sizes.erase(sizes.begin() + begin, sizes.begin() + end);
+    reduced.erase(reduced.begin() + begin, reduced.begin() + end);
+    set_dense(std::move(out));
+    map = Map::kNone;
   }
 };
 
@@ -141,25 +106,25 @@ at::DimVector result_shape(const Tensor& input, const std::bitset<64>& reduced, 
 // The sum of map(input) over the dimensions in `reduced`, or its mean. There are elements.
 Tensor run(const Backend& backend, const Tensor& input, Map map, bool mean, const std::bitset<64>& reduced, bool keepdim,
            at::ScalarType dtype) {
-  auto order = memory_order(input);
-  const auto levels_of = [&](const Tensor& t) {
-    Levels levels;
-    for (const int64_t d : order) levels.push_back({t.size(d), t.stride(d), reduced[d]});
-    return coalesced(levels);
-  };
-  Steps steps{backend, input, levels_of(input), map};
-  if (!steps.ready()) {  // too many strides: a dense copy in the same order
-    steps.memory = input.permute(order).contiguous();
-    make_dense(steps.levels);
-    steps.levels = coalesced(steps.levels);
+  const auto order = memory_order(input);
+  Remainder rest{input, map};
+  at::DimVector kept;
+  int64_t count = 1;
+  for (const int64_t d : order) {
+    if (reduced[d]) count *= input.size(d);
+    if (input.size(d) == 1) continue;
+    if (!reduced[d]) kept.push_back(d);
+    rest.sizes.push_back(input.size(d));
+    rest.strides.push_back(input.stride(d));
+    rest.reduced.push_back(reduced[d]);
   }
-  const KeptDims kept(input, order, reduced);
-  const int64_t outputs = c10::multiply_integers(kept.sizes);
-  const double divisor = mean ? static_cast<double>(input.numel() / outputs) : 1.0;
-  while (!steps.last()) steps.step(dtype == at::kDouble ? at::kDouble : acc_dtype(input), 1.0);
-  steps.step(dtype, divisor);
-  const auto shape = result_shape(input, reduced, keepdim);
-  return steps.memory.view(kept.sizes).permute(kept.position).contiguous().view(shape);
+  if (!rest.ready()) rest.set_dense(input.permute(order).contiguous());  // too many strides: a dense copy in the same order
+  while (!rest.last()) rest.step(backend, dtype == at::kDouble ? at::kDouble : acc_dtype(input), 1.0);
+  rest.step(backend, dtype, mean ? static_cast<double>(count) : 1.0);
+  at::DimVector back(kept.size());
+  std::iota(back.begin(), back.end(), 0);
+  std::sort(back.begin(), back.end(), [&](int64_t a, int64_t b) { return kept[a] < kept[b]; });
+  return rest.memory.view(rest.sizes).permute(back).contiguous().view(result_shape(input, reduced, keepdim));
 }
 
 }  // namespace

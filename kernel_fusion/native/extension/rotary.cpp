@@ -10,8 +10,7 @@ namespace kf {
 namespace {
 
 bool goes_with(const Tensor& t, const Tensor& query) {
-  const bool both_double = (t.scalar_type() == at::kDouble) == (query.scalar_type() == at::kDouble);
-  return readable(t) && both_double && t.device() == query.device();
+  return readable(t) && mixes(query.scalar_type(), t.scalar_type()) && t.device() == query.device();
 }
 
 bool are_heads(const OptionalTensor& x, const Tensor& query) {

@@ -52,6 +52,9 @@ template <class F> auto with_arguments(const RotaryBwdCall& c, F&& f) {
 using RotaryResult = std::tuple<Tensor, Tensor>;
 using RotaryGradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
+// Heads whose columns lie side by side.
+inline Tensor with_dense_columns(const Tensor& x) { return x.stride(-1) == 1 || x.size(-1) == 1 ? x : x.contiguous(); }
+
 // They fill what was allocated; what is undefined nobody wants.
 using RotaryKernel = void(const RotaryCall& call, Tensor& query, Tensor& key);
 using RotaryBwdKernel = void(const RotaryBwdCall& call, RotaryGradients& gradients);

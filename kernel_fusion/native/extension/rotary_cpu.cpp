@@ -7,9 +7,6 @@ namespace kf {
 
 namespace {
 
-// Heads whose columns lie side by side.
-Tensor readable_heads(const Tensor& x) { return x.stride(-1) == 1 || x.size(-1) == 1 ? x : x.contiguous(); }
-
 cpu::HeadStrides strides_of(const Tensor& t) { return {t.stride(0), t.stride(1), t.stride(2)}; }
 
 // The rows of the table that tokens have, all of them checked.
@@ -61,14 +58,14 @@ struct PreparedRotary {
   }
 
   void read(int i, const Tensor& given) {
-    x[i] = readable_heads(given);
+    x[i] = with_dense_columns(given);
     args.of[i].x = bytes(x[i]);
     args.of[i].x_rows = strides_of(x[i]);
     args.of[i].count = x[i].size(2);
   }
 
   void read_gradient(int i, const Tensor& given, at::ScalarType type) {
-    dy[i] = readable_heads(given.to(type));
+    dy[i] = with_dense_columns(given.to(type));
     args.of[i].dy = bytes(dy[i]);
     args.of[i].dy_rows = strides_of(dy[i]);
     args.of[i].count = dy[i].size(2);

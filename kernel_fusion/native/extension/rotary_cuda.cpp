@@ -12,8 +12,6 @@ namespace {
 
 constexpr int64_t kMostThreads = 256;
 
-Tensor with_dense_columns(const Tensor& x) { return x.stride(-1) == 1 || x.size(-1) == 1 ? x : x.contiguous(); }
-
 // The alignment of vectors of the columns of t.
 int32_t alignment_of_vectors(const Tensor& t, int64_t vec) {
   int64_t steps = 0;
@@ -93,10 +91,7 @@ struct RotaryLaunch {
   void without_norm() {
     const int64_t items = heads * (spec.cols - spec.half) / access.vec, rounds = ceil_div(items, kMostThreads);
     access.threads = static_cast<int>(ceil_div(ceil_div(items, rounds), 32) * 32);
-    const auto device = cos.device();
-    const OnDevice on(device);
-    const auto& kernel = find_kernel({device, spec, access}, on.stream);
-    launch(kernel, kernel.grid(examples * tokens), 1, on.stream, &args.rotary);
+    launch_over(examples * tokens, cos.device(), spec, access, &args.rotary);
   }
 
   // Blocks for either kind of heads in proportion to these, but one at least.
@@ -192,8 +187,7 @@ void rotary_bwd_cuda(const RotaryBwdCall& c, RotaryGradients& gradients) {
   for (int i = 0; i < 2; ++i) to.args.partials[i] = partials.data(i);
   to.args.partial_pitch = partials.pitch;
   launch(kernel, grid, 1, on.stream, &to.args);
-  const auto sum = [](Tensor& t) { return t.defined() ? &t : nullptr; };
-  sum_partials(partials, sum(dquery_weight), sum(dkey_weight), on.stream);
+  sum_partials(partials, dquery_weight, dkey_weight, on.stream);
 }
 
 }  // namespace kf

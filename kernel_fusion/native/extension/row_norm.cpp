@@ -10,9 +10,6 @@ namespace kf {
 
 namespace {
 
-// fp64 goes with fp64, the other three with each other.
-bool mixes(at::ScalarType a, at::ScalarType b) { return supported(b) && (a == at::kDouble) == (b == at::kDouble); }
-
 // Weight, bias and the residual's gate have the normalised dimensions, and those of groups.
 template <class Call> c10::SymIntArrayRef parameter_shape(const Call& c) {
   const OptionalTensor& parameter = of_groups(c);
@@ -99,7 +96,10 @@ Tensor empty_stats(const Backend& backend, const ForwardCall& c) {
   return empty(backend, shape, c.input, acc_dtype(c.input));
 }
 
-at::ScalarType dtype_of_other(const BackwardCall& c) { return dtype_of(c.row()).value_or(c.input.scalar_type()); }
+std::array<OptionalDtype, 5> gradient_dtypes(const BackwardCall& c) {
+  const auto other = dtype_of(c.row()).value_or(c.input.scalar_type());
+  return {c.x_dtype, dtype_of(c.weight), c.bias_dtype, other, dtype_of(c.residual_gate())};
+}
 
 // Whether its forward would be accepted, and all arguments go with it.
 bool consistent(const BackwardCall& c) {
@@ -149,19 +149,18 @@ ForwardResult forward(const Backend& backend, const ForwardCall& call) {
 }
 
 RowNormGradients backward(const Backend& backend, const BackwardCall& call) {
-  const auto [wants_dx, wants_dweight, wants_dbias, wants_dresidual, wants_dgate] = call.wants;
   check_device(backend, call.input);
   TORCH_CHECK(consistent(call), "kernel_fusion::row_norm_bwd: arguments that its kernels do not take");
-  TORCH_CHECK((present(call.weight) || !wants_dweight) && (call.bias_dtype || !wants_dbias) &&
-                  (call.has_other() || !wants_dresidual) && (present(call.residual_gate()) || !wants_dgate),
-              "kernel_fusion::row_norm_bwd: a gradient was asked for a parameter that is not there");
   const auto shape = call.input.sym_sizes(), of_parameters = parameter_shape(call);
+  const std::array shapes{shape, of_parameters, of_parameters, shape, of_parameters};
+  const auto dtypes = gradient_dtypes(call);
   RowNormGradients to;
-  if (wants_dx) to.dx = empty(backend, shape, call.input, call.x_dtype);
-  if (wants_dweight) to.dweight = empty(backend, of_parameters, call.input, call.weight->scalar_type());
-  if (wants_dbias) to.dbias = empty(backend, of_parameters, call.input, *call.bias_dtype);
-  if (wants_dresidual) to.dresidual = empty(backend, shape, call.input, dtype_of_other(call));
-  if (wants_dgate) to.dgate = empty(backend, of_parameters, call.input, call.residual_gate()->scalar_type());
+  for (size_t i = 0; i < dtypes.size(); ++i) {
+    if (!call.wants[i]) continue;
+    TORCH_CHECK(dtypes[i] && (i != 3 || call.has_other()),
+                "kernel_fusion::row_norm_bwd: a gradient was asked for a parameter that is not there");
+    *to.all()[i] = empty(backend, shapes[i], call.input, *dtypes[i]);
+  }
   if (backend.backward && call.input.numel()) {
     with_tensors(call, check_all_memory);
     backend.backward(call, to);
@@ -194,11 +193,9 @@ template <const Backend& backend> ForwardResult row_norm_fwd(ForwardCall call) {
 
 template <const Backend& backend> BackwardResult row_norm_bwd(const BackwardCall& call) {
   auto [dx, dweight, dbias, dresidual, dgate] = backward(backend, call);
-  define(dx, call.input, call.x_dtype);
-  define(dweight, call.input, dtype_of(call.weight));
-  define(dbias, call.input, call.bias_dtype);
-  define(dresidual, call.input, dtype_of_other(call));
-  define(dgate, call.input, dtype_of(call.residual_gate()));
+  const std::array results{&dx, &dweight, &dbias, &dresidual, &dgate};
+  const auto dtypes = gradient_dtypes(call);
+  for (size_t i = 0; i < dtypes.size(); ++i) define(*results[i], call.input, dtypes[i]);
   return {std::move(dx), std::move(dweight), std::move(dbias), std::move(dresidual), std::move(dgate)};
 }
 

@@ -7,6 +7,7 @@
 #include <array>
 #include <tuple>
 #include <type_traits>
+#include <utility>
 
 #include "stage_arguments.h"
 
@@ -113,6 +114,16 @@ struct GroupRows {
   GroupRows(const OptionalTensor& t, int64_t num_dims, bool grouped);
 };
 
+// The statistics of rows in memory; null: absent.
+struct Stats {
+  char *mean = nullptr, *rstd = nullptr;
+  Stats(const Tensor& stats, int64_t rows, bool rms) {
+    if (!stats.defined()) return;
+    rstd = static_cast<char*>(const_cast<void*>(stats.const_data_ptr()));
+    if (!rms) mean = std::exchange(rstd, rstd + rows * stats.element_size());
+  }
+};
+
 // f(every tensor of the call).
 template <class F> auto with_tensors(const ForwardCall& c, F&& f) {
   return std::apply([&](const auto*... stages) { return f(c.input, c.weight, c.bias, c.residual, *stages...); }, c.all);
@@ -190,6 +201,7 @@ using ForwardResult = std::tuple<Tensor, Tensor, Tensor>;  // y, stats, h
 // Undefined where it is not wanted.
 struct RowNormGradients {
   Tensor dx, dweight, dbias, dresidual, dgate;
+  std::array<Tensor*, 5> all() { return {&dx, &dweight, &dbias, &dresidual, &dgate}; }
 };
 using BackwardResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;  // those, as an operator returns them
 

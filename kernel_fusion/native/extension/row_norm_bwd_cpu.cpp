@@ -119,8 +119,8 @@ struct BlockSums {
   void round(int64_t run, const char* own, bool interleaved) const {
     for (int64_t gradient = 0; gradient < wanted.count; ++gradient)
       if (const auto type = result(gradient).scalar_type(); type != acc)
-        cpu::kernels().round_row(cpu_dtype(acc), own + gradient * row_bytes, cols, cpu_dtype(type), result_of(gradient, run),
-                                 interleaved);
+        cpu::gradient_kernels().round_row(cpu_dtype(acc), own + gradient * row_bytes, cols, cpu_dtype(type),
+                                          result_of(gradient, run), interleaved);
   }
   void add_up(int64_t runs) const {
     const int64_t of_run = blocks / runs;
@@ -180,13 +180,19 @@ void backward_by_blocks(const BackwardCall& call, const cpu::Backward& args, con
 // dx and the gradients of parameters that no rows share.
 void backward_by_own_rows(const BackwardCall& call, const cpu::Backward& args, const Rows& x, const Runs& runs,
                           const Given& weight, RowNormGradients& to) {
-  const auto memory = [](const Tensor& t) { return t.defined() ? t.data_ptr() : nullptr; };
   const Given gate(call.residual_gate(), call.num_dims, runs, 0.0, false);
   const OptionalRows u(call.x, call.num_dims);
-  const cpu::OwnParameters own{weight.first.data, gate.first.data,    weight.pitch,
-                               gate.pitch,        call.weight_offset, memory(to.dweight),
-                               memory(to.dbias),  memory(to.dgate),   call.wants[3] ? memory(to.dresidual) : nullptr,
-                               u.data(),          u.layout()};
+  const cpu::OwnParameters own{weight.first.data,
+                               gate.first.data,
+                               weight.pitch,
+                               gate.pitch,
+                               call.weight_offset,
+                               memory_or_null(to.dweight),
+                               memory_or_null(to.dbias),
+                               memory_or_null(to.dgate),
+                               call.wants[3] ? memory_or_null(to.dresidual) : nullptr,
+                               u.data(),
+                               u.layout()};
   share(x.rows, x.cols, [&](int64_t begin, int64_t end) { cpu::gradient_kernels().backward_own(args, own, begin, end); });
 }
 
@@ -202,19 +208,18 @@ void backward_cpu(const BackwardCall& call, RowNormGradients& to) {
   const OptionalRows dh(call.dh, call.num_dims);
   const Given weight(call.weight, call.num_dims, runs, call.weight_offset, bare && x_type == Dtype::kBFloat16);
   const Tensor stats = call.stats.contiguous();
-  const char* mean = static_cast<const char*>(stats.const_data_ptr());
-  const char* rstd = call.rms ? mean : mean + x.rows * stats.element_size();
+  const Stats s(stats, x.rows, call.rms);
   const size_t moved = bytes_of(call.input) + bytes_of(call.dy) + bytes_of(to.dx) + bytes_of(to.dresidual) + bytes_of(call.dh) +
                        bytes_of(call.x) + bytes_of(call.row());
   // Judged by one thread's caches, because all threads' would be slower.
   const bool streams = past_caches(moved), is_far = !by_columns && nearly_past_caches(moved);
-  cpu::Backward args{dy.data(),   x.data(), mean,   rstd,      nullptr,  call.wants[0] ? to.dx.data_ptr() : nullptr,
+  cpu::Backward args{dy.data(),   x.data(), s.mean, s.rstd,    nullptr,  call.wants[0] ? to.dx.data_ptr() : nullptr,
                      nullptr,     nullptr,  x.cols, dh.data(), x.layout, dy.layout,
                      dh.layout(), call.rms, x_type, dy_type,   streams,  is_far};
   std::optional<StagedBackward> staged;
   args.groups = runs.together;
   count(Counter::kCpuBackward);
-  for (const Tensor& result : {to.dx, to.dweight, to.dbias, to.dresidual, to.dgate}) prefer_huge_pages(result);
+  for (const Tensor* result : to.all()) prefer_huge_pages(*result);
   if (has_own_parameters(call, x)) return backward_by_own_rows(call, args, x, runs, weight, to);
   if (!bare) staged.emplace(call, x, to.dresidual);
   if (by_columns) {

@@ -93,15 +93,9 @@ void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
   const ForwardRows of(call);
   const Rows& x = of.x;
   const auto acc = acc_dtype(call.input);
-  char* mean = nullptr;
-  char* rstd = nullptr;
-  if (call.wants_stats) {
-    mean = static_cast<char*>(stats.data_ptr());
-    rstd = call.rms ? mean : mean + x.rows * stats.element_size();
-    if (call.rms) mean = nullptr;
-  }
+  const Stats s(stats, x.rows, call.rms);
   const bool streams = past_caches(call.input.nbytes() + y.nbytes(), free_threads());
-  const cpu::Forward args = of.args(call, y.data_ptr(), mean, rstd, streams);
+  const cpu::Forward args = of.args(call, y.data_ptr(), s.mean, s.rstd, streams);
   count(Counter::kCpuForward);
   prefer_huge_pages(y);
   prefer_huge_pages(h);

@@ -8,15 +8,6 @@ namespace {
 // weight or bias, contiguous; they are small, so a copy costs nothing.
 Tensor contiguous(const OptionalTensor& t) { return present(t) ? t->contiguous() : Tensor(); }
 
-struct Stats {
-  char *mean = nullptr, *rstd = nullptr;
-  Stats(const Tensor& stats, int64_t rows, bool rms) {
-    if (!stats.defined()) return;
-    rstd = static_cast<char*>(stats.data_ptr());
-    if (!rms) mean = std::exchange(rstd, rstd + rows * stats.element_size());
-  }
-};
-
 bool repeats_rows(const Tensor& t, int64_t num_dims) {
   for (int64_t i = 0; i < t.dim() - num_dims; ++i)
     if (t.stride(i) == 0 && t.size(i) > 1) return true;
@@ -239,11 +230,10 @@ void backward_cuda(const BackwardCall& call, RowNormGradients& to) {
   const auto& kernel = find_kernel({device, spec, access}, on.stream);
 
   RowNormBwdArgs args = inputs.args(call);
-  const auto memory = [](const Tensor& t) { return t.defined() ? t.data_ptr() : nullptr; };
-  args.dx = memory(to.dx);
+  args.dx = memory_or_null(to.dx);
   // A pass for the sums makes dgate of it.
   const Tensor dresidual = wants_dgate && !wants_dresidual ? allocate(call.input.sizes(), call.input.options()) : to.dresidual;
-  args.dresidual = memory(dresidual);
+  args.dresidual = memory_or_null(dresidual);
   const int64_t grid = kernel.grid(rows, groups);
   if (!wants_dweight && !wants_dbias && !wants_dgate) return launch_groups(kernel, grid, groups, on.stream, args);
 
@@ -258,9 +248,9 @@ void backward_cuda(const BackwardCall& call, RowNormGradients& to) {
   const auto is_sum = [&](const Tensor& t) { return !t.defined() || t.scalar_type() == acc_dtype(call.input); };
   std::optional<PartialRows> partials;
   if (spec.one_row || (spec.grouped && num_partials == 1 && is_sum(to.dweight) && is_sum(to.dbias) && is_sum(to.dgate))) {
-    args.dweight_partials = memory(to.dweight);
-    args.dbias_partials = memory(to.dbias);
-    args.dgate_partials = memory(to.dgate);
+    args.dweight_partials = memory_or_null(to.dweight);
+    args.dbias_partials = memory_or_null(to.dbias);
+    args.dgate_partials = memory_or_null(to.dgate);
   } else {
     partials.emplace(call.input, num_partials, cols * groups, wants_dgate ? 3 : 2);
     args.dweight_partials = partials->data(0);
@@ -273,9 +263,8 @@ void backward_cuda(const BackwardCall& call, RowNormGradients& to) {
   if (split && spec.grouped) launch_groups(*split, column_tiles * num_partials, groups, on.stream, args);
   else if (split) launch(*split, column_tiles, num_partials, on.stream, &args);
   if (!partials) return;
-  const auto wanted = [](Tensor& t) { return t.defined() ? &t : nullptr; };
-  if (wants_dweight || wants_dbias) sum_partials(*partials, wanted(to.dweight), wanted(to.dbias), on.stream, spec.grouped);
-  if (wants_dgate) sum_partials(*partials, &to.dgate, nullptr, on.stream, spec.grouped, 2);
+  if (wants_dweight || wants_dbias) sum_partials(*partials, to.dweight, to.dbias, on.stream, spec.grouped);
+  if (wants_dgate) sum_partials(*partials, to.dgate, {}, on.stream, spec.grouped, 2);
 }
 
 }  // namespace kf

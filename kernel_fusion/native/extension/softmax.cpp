@@ -8,8 +8,7 @@ bool accepts(const SoftmaxVerbCall& c) {
   if (!readable(c.input) || c.input.dim() < (c.causal ? 2 : 1)) return false;
   if (!present(c.mask)) return true;
   if (c.mask->device() != c.input.device() || c.mask->layout() != at::kStrided) return false;
-  const bool both_double = (c.mask->scalar_type() == at::kDouble) == (c.input.scalar_type() == at::kDouble);
-  return c.mask->scalar_type() == at::kBool || (readable(*c.mask) && both_double);
+  return c.mask->scalar_type() == at::kBool || (readable(*c.mask) && mixes(c.input.scalar_type(), c.mask->scalar_type()));
 }
 
 Tensor reference(const SoftmaxVerbCall& c) {
@@ -17,12 +16,25 @@ Tensor reference(const SoftmaxVerbCall& c) {
   return call_operator<Tensor>(op, c);
 }
 
+namespace {
+
+// The mask in the shape of the input. If its columns lie apart it is copied, before it is broadcast.
+OptionalTensor expanded_mask(const SoftmaxVerbCall& c) {
+  if (!present(c.mask)) return std::nullopt;
+  const Tensor& mask = *c.mask;
+  if (mask.dim() == 0 || mask.size(-1) == 1 || mask.stride(-1) <= 1) return mask.expand(c.input.sizes());
+  check_memory(mask);
+  return mask.contiguous().expand(c.input.sizes());
+}
+
+}  // namespace
+
 Tensor softmax(const Backend& backend, const SoftmaxVerbCall& call) {
-  const Tensor expanded = present(call.mask) ? call.mask->expand(call.input.sizes()) : Tensor();
+  const OptionalTensor mask = expanded_mask(call);
   Tensor y = allocate_like(call.input, at::MemoryFormat::Contiguous);
   if (y.numel()) {
     check_all_memory(call.input, call.mask);
-    backend.softmax({call.input, expanded, call.scale, call.causal}, y);
+    backend.softmax({call.input, mask, call.scale, call.causal}, y);
   }
   return y;
 }

@@ -22,31 +22,24 @@ void check_softmax_cols(int64_t cols) {
                  "; the backend 'eager' computes longer ones");
 }
 
-RowAccess row_access(const Rows& rows, int64_t vec) {
-  return {std::min(rows.alignment, static_cast<int>(vec * size_of(rows.tensor.scalar_type()))), rows.strided};
-}
-
 }  // namespace
 
-void softmax_cuda(const SoftmaxCall& call, Tensor& y) {
-  const Rows x(call.x, 1);
+void softmax_cuda(const SoftmaxVerbCall& call, Tensor& y) {
+  const Rows x(call.input, 1);
   check_softmax_cols(x.cols);
-  const bool masked = call.mask.defined(), repeats = masked && call.mask.stride(-1) == 0;
-  const Rows mask = masked ? Rows(repeats ? call.mask.narrow(-1, 0, 1) : call.mask, 1) : x;
-  const int64_t vec = dividing_power(x.cols, kVectorBytes / size_of(call.x.scalar_type()));
-  const SoftmaxSpec spec{cpu_dtype(call.x.scalar_type()), mask_dtype(call.mask), call.causal};
+  const bool masked = present(call.mask), repeats = masked && repeats_column(*call.mask);
+  const Rows mask = masked ? rows_of_mask(*call.mask) : x;
+  const int64_t vec = dividing_power(x.cols, kVectorBytes / size_of(call.input.scalar_type()));
+  const SoftmaxSpec spec{cpu_dtype(call.input.scalar_type()), mask_dtype(call.mask), call.causal};
   SoftmaxAccess access{static_cast<int>(vec), softmax_capacity(x.cols / vec), row_access(x, vec)};
   if (masked) {
     access.other = repeats ? RowAccess{.strided = mask.strided} : row_access(mask, vec);
     access.mask_repeats = repeats;
   }
-  const auto device = call.x.device();
-  const OnDevice on(device);
-  const auto& kernel = find_kernel({device, spec, access}, on.stream);
-  const SoftmaxArgs args{x.data(),  masked ? mask.data() : nullptr,    y.data_ptr(), x.rows,
-                         x.cols,    call.causal ? call.x.size(-2) : 1, x.layout,     mask.layout,
+  const SoftmaxArgs args{x.data(),  masked ? mask.data() : nullptr,        y.data_ptr(), x.rows,
+                         x.cols,    call.causal ? call.input.size(-2) : 1, x.layout,     mask.layout,
                          call.scale};
-  launch(kernel, kernel.grid(x.rows), 1, on.stream, &args);
+  launch_over(x.rows, call.input.device(), spec, access, &args);
 }
 
 void softmax_bwd_cuda(const SoftmaxBwdCall& call, Tensor& dx) {
@@ -58,12 +51,9 @@ void softmax_bwd_cuda(const SoftmaxBwdCall& call, Tensor& dx) {
                             call.leaves_out};
   const SoftmaxAccess access{static_cast<int>(vec), softmax_capacity(y_rows.cols / vec), row_access(y_rows, vec),
                              row_access(dy_rows, vec)};
-  const auto device = y.device();
-  const OnDevice on(device);
-  const auto& kernel = find_kernel({device, spec, access}, on.stream);
   const SoftmaxBwdArgs args{dy_rows.data(), y_rows.data(),  dx.data_ptr(), y_rows.rows,
                             y_rows.cols,    dy_rows.layout, y_rows.layout, call.scale};
-  launch(kernel, kernel.grid(y_rows.rows), 1, on.stream, &args);
+  launch_over(y_rows.rows, y.device(), spec, access, &args);
 }
 
 }  // namespace kf

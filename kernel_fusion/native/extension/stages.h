@@ -2,6 +2,7 @@
 // because the CPU kernels include it.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <optional>
@@ -20,14 +21,15 @@ inline constexpr std::string_view kActivationNames[] = {KF_ACTIVATIONS(KF_NAME)}
 inline constexpr std::string_view kCombineNames[] = {KF_COMBINES(KF_NAME)};
 #undef KF_NAME
 
-// -1 for an unknown activation.
-inline int32_t activation_code(std::string_view name) {
-  int32_t code = 0;
-  for (const auto known : kActivationNames) {
-    if (known == name) return code;
-    ++code;
-  }
-  return -1;
+// The code of a name, its position in a list; -1: unknown.
+template <size_t n> int32_t code_in(const std::string_view (&names)[n], std::string_view name) {
+  const auto* const found = std::find(names, names + n, name);
+  return found == names + n ? -1 : static_cast<int32_t>(found - names);
+}
+inline int32_t activation_code(std::string_view name) { return code_in(kActivationNames, name); }
+inline std::optional<Combine> combine_of(std::string_view name) {
+  const int32_t code = code_in(kCombineNames, name);
+  return code < 0 ? std::nullopt : std::optional(static_cast<Combine>(code));
 }
 
 inline bool has_two_slopes(std::string_view name) {
@@ -57,15 +59,6 @@ struct Dropout {
 };
 
 // ---- Chains and reductions -------------------------------------------------------------------------------------------------
-
-inline std::optional<Combine> combine_of(std::string_view name) {
-  int32_t code = 0;
-  for (const auto known : kCombineNames) {
-    if (known == name) return static_cast<Combine>(code);
-    ++code;
-  }
-  return std::nullopt;
-}
 
 struct Chain {
   Combine combine;

@@ -5,8 +5,7 @@
 #include "cpu/math.h"
 #include "cpu/typed_row.h"
 
-namespace kf::cpu {
-namespace CPU_CAPABILITY {
+namespace kf::cpu::CPU_CAPABILITY {
 
 #define KF_CODE(name) name,
 enum class Activation : int32_t { KF_ACTIVATIONS(KF_CODE) };
@@ -54,5 +53,4 @@ template <class F, class A> KF_INLINE Pair<A> times_slope(const Pair<A>& g, cons
 }
 
 }  // namespace
-}  // namespace CPU_CAPABILITY
-}  // namespace kf::cpu
+}  // namespace kf::cpu::CPU_CAPABILITY

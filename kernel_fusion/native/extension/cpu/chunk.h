@@ -10,8 +10,7 @@
 #include "cpu/typed_row.h"
 #include "shared/philox.h"
 
-namespace kf::cpu {
-namespace CPU_CAPABILITY {
+namespace kf::cpu::CPU_CAPABILITY {
 
 // It has a switch inside: compiled once for each compute type.
 #define KF_STAGE [[gnu::noinline]]
@@ -36,53 +35,20 @@ template <class F> inline void with_type(Dtype dtype, F&& f) {
 
 // The same for types whose accumulator is A.
 template <class A, class F> inline void with_type_of(Dtype dtype, F&& f) {
-  with_type(dtype, [&](auto* type) {
-    if constexpr (std::is_same_v<AccOf<std::remove_pointer_t<decltype(type)>>, A>) f(type);
+  with_type(dtype, [&]<class T>(T* type) {
+    if constexpr (std::is_same_v<AccOf<T>, A>) f(type);
   });
 }
 
 // ---- Load and store --------------------------------------------------------------------------------------------------------
 
-template <class T, class A> inline void widen(const T* in, int64_t n, A* out) {
-  if constexpr (std::is_same_v<T, A>) {
-    std::memcpy(out, in, n * sizeof(A));
-  } else if constexpr (sizeof(T) == 2 && std::is_same_v<A, float>) {
-    using V = at::vec::Vectorized<T>;
-    constexpr int64_t kStep = V::size(), kHalf = kStep / 2;
-    int64_t i = 0;
-    for (; i + kStep <= n; i += kStep) {
-      const auto [low, high] = at::vec::convert_to_float<T>(V::loadu(in + i));
-      low.store(out + i);
-      high.store(out + i + kHalf);
-    }
-    if (i < n) {
-      const auto [low, high] = at::vec::convert_to_float<T>(V::loadu(in + i, n - i));
-      low.store(out + i, std::min(kHalf, n - i));
-      if (n - i > kHalf) high.store(out + i + kHalf, n - i - kHalf);
-    }
-  } else {
-    for (int64_t i = 0; i < n; ++i) out[i] = static_cast<A>(in[i]);
-  }
-}
-
-template <class T, class A> inline void narrow(const A* in, int64_t n, T* out) {
-  if constexpr (std::is_same_v<T, A>) {
-    std::memcpy(out, in, n * sizeof(A));
-  } else if constexpr (sizeof(T) == 2 && std::is_same_v<A, float>) {
-    using V = at::vec::Vectorized<T>;
-    using W = at::vec::Vectorized<float>;
-    constexpr int64_t kStep = V::size(), kHalf = kStep / 2;
-    int64_t i = 0;
-    for (; i + kStep <= n; i += kStep)
-      at::vec::convert_from_float<T>(W::loadu(in + i), W::loadu(in + i + kHalf)).store(out + i);
-    if (i < n) {
-      const auto low = W::loadu(in + i, std::min(kHalf, n - i));
-      const auto high = n - i > kHalf ? W::loadu(in + i + kHalf, n - i - kHalf) : W(0.0f);
-      at::vec::convert_from_float<T>(low, high).store(out + i, n - i);
-    }
-  } else {
-    for (int64_t i = 0; i < n; ++i) out[i] = static_cast<T>(in[i]);
-  }
+// One of both has the compute type.
+template <class From, class To> inline void convert(const From* in, int64_t n, To* out) {
+  if constexpr (std::is_same_v<From, To>) std::memcpy(out, in, n * sizeof(To));
+  else if constexpr (std::is_same_v<AccOf<From>, AccOf<To>>)
+    sweep<AccOf<To>>(n, [&](int64_t i, auto part) { store_pair(out + i, load_pair(in + i, part), part); });
+  else
+    for (int64_t i = 0; i < n; ++i) out[i] = static_cast<To>(in[i]);
 }
 
 // out[i] = in[i * stride] for i in [0, n).
@@ -96,13 +62,12 @@ template <class T> inline void gather(const T* in, int64_t stride, int64_t n, T*
 
 // The same for a type known at run time, widened to A; n at most kChunk<A>.
 template <class A> KF_STAGE void load_chunk(Dtype dtype, const void* p, int64_t stride, int64_t n, A* out) {
-  with_type(dtype, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
+  with_type(dtype, [&]<class T>(T*) {
     const T* in = static_cast<const T*>(p);
-    if (stride == 1) return widen(in, n, out);
+    if (stride == 1) return convert(in, n, out);
     T gathered[kChunk<A>];
     gather(in, stride, n, gathered);
-    widen(gathered, n, out);
+    convert(gathered, n, out);
   });
 }
 
@@ -113,21 +78,17 @@ template <class A> KF_STAGE Source<A> read_chunk(Dtype dtype, const void* p, int
     return {kDtypeOf<A>, room};
   }
   if (stride == 1) return {dtype, p};
-  with_type(dtype, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    gather(static_cast<const T*>(p), stride, n, reinterpret_cast<T*>(room));
-  });
+  with_type(dtype, [&]<class T>(T*) { gather(static_cast<const T*>(p), stride, n, reinterpret_cast<T*>(room)); });
   return {dtype, room};
 }
 
 // p[i * stride] = in[i], rounded.
 template <class A> KF_STAGE void store_chunk(Dtype dtype, const A* in, int64_t n, void* p, int64_t stride) {
-  with_type(dtype, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
+  with_type(dtype, [&]<class T>(T*) {
     T* out = static_cast<T*>(p);
-    if (stride == 1) return narrow(in, n, out);
+    if (stride == 1) return convert(in, n, out);
     T rounded[kChunk<A>];
-    narrow(in, n, rounded);
+    convert(in, n, rounded);
     for (int64_t i = 0; i < n; ++i) out[i * stride] = rounded[i];
   });
 }
@@ -167,7 +128,6 @@ inline void draw_words(uint64_t seed, uint64_t first, int64_t count, uint32_t* w
   }
 }
 
-// As wide as A, with all bits set or none.
 template <class A> using MaskOf = std::conditional_t<sizeof(A) == 8, uint64_t, uint32_t>;
 
 // Whether elements from `position` are kept; n at most kChunk<A>.
@@ -189,5 +149,4 @@ template <class A> KF_STAGE void draw_kept(uint64_t position, uint64_t seed, uin
   if (n % 2) kept[n - 1] = mask_of(exchange_halves(word[n / 2]));
 }
 
-}  // namespace CPU_CAPABILITY
-}  // namespace kf::cpu
+}  // namespace kf::cpu::CPU_CAPABILITY

@@ -33,17 +33,6 @@ void give_back(void* context) {
   else delete block;
 }
 
-struct Mapping {
-  void* data;
-  size_t size;
-};
-
-void unmap(void* context) {
-  auto* mapping = static_cast<Mapping*>(context);
-  munmap(mapping->data, mapping->size);
-  delete mapping;
-}
-
 struct Keeper final : c10::Allocator {
   c10::Allocator* const usual = c10::GetCPUAllocator();
 
@@ -61,13 +50,12 @@ struct Keeper final : c10::Allocator {
   static at::DataPtr mapped(size_t size) {
     void* data = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     TORCH_CHECK_WITH(OutOfMemoryError, data != MAP_FAILED, "no ", size, " bytes could be mapped");
-    return {data, new Mapping{data, size}, unmap, c10::Device(c10::kCPU)};
+    return at::InefficientStdFunctionContext::makeDataPtr(data, [size](void* p) { munmap(p, size); }, at::kCPU);
   }
 };
 
 void keep_memory(int64_t largest) {
   static Keeper& keeper = *new Keeper;
-  // It replaces PyTorch's first allocator.
   c10::SetCPUAllocator(largest < 0 ? keeper.usual : &keeper, 1);
   const std::lock_guard lock(idle().mutex);
   idle().largest = std::max<int64_t>(largest, 0);
@@ -78,5 +66,5 @@ void keep_memory(int64_t largest) {
 }  // namespace
 }  // namespace kf
 
-// Called from Python through ctypes. Larger blocks are new each time. Negative: PyTorch's allocator.
+// Larger blocks are new each time. Negative: PyTorch's allocator.
 extern "C" __attribute__((visibility("default"))) void kf_keep_memory(int64_t largest) { kf::keep_memory(largest); }

@@ -1,5 +1,5 @@
-// The CPU kernels as operators call them; they and the headers here are compiled once per instruction set. A null
-// pointer stands for what is absent or not wanted; `streams` sends results past the caches.
+// The CPU kernels as operators call them, compiled once per instruction set. A null pointer stands for what is absent or
+// not wanted; `streams` sends results past the caches.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@ namespace kf::cpu {
 // ---- Row norms -------------------------------------------------------------------------------------------------------------
 
 // Rows of one type without stages have kernels of their own, which take bf16, and all that is per column, in the order
-// of cpu/interleaved.h. Other rows are `staged`.
+// of `Interleaved` (cpu/simd.h). Other rows are `staged`.
 
 // A contiguous weight or bias, and what to do with it.
 struct Parameter {
@@ -146,7 +146,6 @@ struct OwnParameters {
   RowLayout u_rows;
 };
 
-// Prepares n elements.
 using PrepareParameter = void(const Parameter&, int64_t n, void* out);
 // n elements of type `acc`, rounded to `type`; `interleaved` bf16 was not restored.
 using RoundRow = void(Dtype acc, const void* row, int64_t n, Dtype type, void* out, bool interleaved);
@@ -234,27 +233,12 @@ using StoreSums = void(const double* sums, int64_t n, double divisor, Dtype type
 
 // ---- Softmax ---------------------------------------------------------------------------------------------------------------
 
-// Leading dimensions, innermost first.
-struct RowStrides {
-  static constexpr int kMaxDims = 64;
-  int dims;
-  int64_t size[kMaxDims], stride[kMaxDims];
-  int64_t offset(int64_t row) const {
-    int64_t result = 0;
-    for (int d = 0; d + 1 < dims; ++d) {
-      result += row % size[d] * stride[d];
-      row /= size[d];
-    }
-    return dims ? result + row * stride[dims - 1] : 0;
-  }
-};
-
 struct Softmax {
   const char* x;
   const char* mask;
   char* y;  // contiguous
-  RowStrides x_rows, mask_rows;
-  int64_t cols, mask_stride;  // x's columns are contiguous
+  RowLayout x_rows, mask_rows;
+  int64_t cols, mask_stride;  // 0: a mask's column for all
   int64_t causal_rows;        // rows per matrix; row i keeps columns 0 ... i; 0: not causal
   double scale;
   Dtype type, mask_type = Dtype::kAbsent;  // kBool: what to keep, else added
@@ -326,39 +310,35 @@ using QuantizeRows = void(const Quantization&, const void* v, const RowLayout& l
 
 // ---- One instruction set ---------------------------------------------------------------------------------------------------
 
+// clang-format off
+#define KF_CPU_KERNELS(X) \
+  X(PrepareParameter, prepare) X(RowNormForward, forward) X(RowNormForwardMoments, forward_moments) \
+  X(RowNormForwardStatistics, forward_statistics) X(RowNormForwardStretches, forward_stretches) \
+  X(RowNormForwardStaged, forward_staged) X(PointwiseLoop, pointwise) X(PointwiseLoop, pointwise_bwd) \
+  X(PointwiseColumns, pointwise_bwd_columns) X(ReduceRows, reduce_rows) X(ReduceColumns, reduce_columns) X(AddRows, add_rows) \
+  X(StoreSums, store_sums) X(SoftmaxForwardRows, softmax) X(SoftmaxBackwardRows, softmax_bwd) X(RotaryForward, rotary) \
+  X(RotaryBackward, rotary_bwd) X(QuantizeRows, quantize_rows)
+
+// The gradients of row norms take a third of a build, so a library of their own may have them, for the first backward.
+#define KF_CPU_GRADIENT_KERNELS(X) \
+  X(RoundRow, round_row) X(RowNormBackward, backward) X(RowNormBackwardSums, backward_sums) X(RowNormBackwardDx, backward_dx) \
+  X(RowNormBackwardOwn, backward_own) X(RowNormBackwardStaged, backward_staged)
+// clang-format on
+
+#define KF_POINTER(type, name) type* name;
 struct Kernels {
-  PrepareParameter* prepare;
-  RoundRow* round_row;
-  RowNormForward* forward;
-  RowNormForwardMoments* forward_moments;
-  RowNormForwardStatistics* forward_statistics;
-  RowNormForwardStretches* forward_stretches;
-  RowNormForwardStaged* forward_staged;
-  PointwiseLoop* pointwise;
-  PointwiseLoop* pointwise_bwd;
-  PointwiseColumns* pointwise_bwd_columns;
-  ReduceRows* reduce_rows;
-  ReduceColumns* reduce_columns;
-  AddRows* add_rows;
-  StoreSums* store_sums;
-  SoftmaxForwardRows* softmax;
-  SoftmaxBackwardRows* softmax_bwd;
-  RotaryForward* rotary;
-  RotaryBackward* rotary_bwd;
-  QuantizeRows* quantize_rows;
+  KF_CPU_KERNELS(KF_POINTER)
 };
+struct GradientKernels {
+  KF_CPU_GRADIENT_KERNELS(KF_POINTER)
+};
+#undef KF_POINTER
+
+#define KF_KERNEL(type, name) type name;
+#define KF_ENTRY(type, name) name,
 
 // Those for this machine's instruction set, within ATEN_CPU_CAPABILITY.
 const Kernels& kernels();
-
-// The gradients of row norms. They take a third of a build, so a library of their own may have them, for the first backward.
-struct GradientKernels {
-  RowNormBackward* backward;
-  RowNormBackwardSums* backward_sums;
-  RowNormBackwardDx* backward_dx;
-  RowNormBackwardOwn* backward_own;
-  RowNormBackwardStaged* backward_staged;
-};
 
 // The first call may wait for Python, which opens that library, so no thread may wait for the caller. Raises if there is none.
 const GradientKernels& gradient_kernels();

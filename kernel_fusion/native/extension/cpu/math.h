@@ -2,7 +2,7 @@
 //
 // Those of float are inlined, because a call costs more than the arithmetic. They are off by at most 1.5 ulp, erf by 3
 // ulp of 1, or 5 beside its power (tests/test_cpu_math.py); subnormal results may be zero. NaN keeps its bits or comes
-// from arithmetic, as cpu/interleaved.h needs, unlike at::vec's minimum and maximum. Those of double are at::vec's
+// from arithmetic, as cpu/simd.h needs, unlike at::vec's minimum and maximum. Those of double are at::vec's
 // (Sleef, 1 ulp).
 #pragma once
 
@@ -13,8 +13,7 @@
 
 #include "shared/activations.h"
 
-namespace kf::cpu {
-namespace CPU_CAPABILITY {
+namespace kf::cpu::CPU_CAPABILITY {
 
 template <class A> struct VectorMath {
   using V = at::vec::Vectorized<A>;
@@ -179,5 +178,4 @@ struct RoughMath : Math<float> {
 using RoughMath = Math<float>;
 #endif
 
-}  // namespace CPU_CAPABILITY
-}  // namespace kf::cpu
+}  // namespace kf::cpu::CPU_CAPABILITY

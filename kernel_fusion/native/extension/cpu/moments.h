@@ -10,8 +10,7 @@
 #include "cpu/kernels.h"
 #include "cpu/sums.h"
 
-namespace kf::cpu {
-namespace CPU_CAPABILITY {
+namespace kf::cpu::CPU_CAPABILITY {
 namespace {
 
 template <class T> inline AccOf<T> mean_of(const T* x, int64_t n) {
@@ -27,7 +26,6 @@ template <class T> KF_INLINE Sums<AccOf<T>, 1> squares_of(const T* x, int64_t n)
   });
 }
 
-// Sums of x - center and its square.
 template <class T> KF_INLINE Sums<AccOf<T>, 2> sums_around(const T* x, int64_t n, AccOf<T> center) {
   const auto centers = both(center);
   return lanes_over<AccOf<T>, 2>(n, [&](int64_t i, auto& sums, auto part) {
@@ -44,7 +42,6 @@ struct Moments {
 // How many first elements have the center as mean.
 template <class A> inline int64_t sample_of(int64_t count) { return std::min(count, Pair<A>::kStep); }
 
-// Their sum.
 template <class T> inline Vectorized<AccOf<T>> sampled(const T* x, int64_t count) {
   const auto sample = count < Pair<AccOf<T>>::kStep ? load_pair(x, Part{count}) : load_pair(x);
   return sample.a + sample.b;
@@ -58,7 +55,7 @@ template <class T> inline AccOf<T> center_of(const T* x, int64_t count) {
 // Whether squares around a center lose no digits.
 inline bool is_near(double rest, double squares, double share) { return rest * (rest * share) <= squares / 2; }
 
-// Moments from sums around a rounded `center`; the small rest matters at mean / std = 1e4.
+// From sums around a rounded `center`; the small rest matters at mean / std = 1e4.
 template <class A> KF_INLINE StretchMoments deviations_from(A center, const std::array<double, 2>& sums, double share) {
   const double rest = sums[0] * share;
   return {center, rest, sums[1] - sums[0] * rest};
@@ -82,7 +79,6 @@ template <class T> KF_INLINE StretchMoments moments_of(const T* x, int64_t count
   return deviations_of(x, count, center);
 }
 
-// A row's moments, from its stretches in order.
 class JoinedMoments {
  public:
   KF_INLINE void add(const StretchMoments& stretch, int64_t count, bool rms) {
@@ -121,8 +117,7 @@ template <class T> [[gnu::noinline]] Moments moments(const T* x, int64_t n, bool
   return row.total(share);
 }
 
-// The most rows normalised together.
-constexpr int64_t kMostRows = 16;
+constexpr int64_t kMostRows = 16;  // normalised together
 
 // Whether `moments_together` pays for rows of one stretch.
 inline bool are_joined(int64_t count, int64_t n) { return n <= kStretch && count >= Vectorized<double>::size(); }
@@ -206,5 +201,4 @@ void moments_together(const T* const* x, int64_t count, int64_t n, bool rms, dou
 }
 
 }  // namespace
-}  // namespace CPU_CAPABILITY
-}  // namespace kf::cpu
+}  // namespace kf::cpu::CPU_CAPABILITY

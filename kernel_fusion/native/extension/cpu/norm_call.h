@@ -110,8 +110,7 @@ template <class Call> cpu::Stages common(const Call& c, const RowsOfStages& rows
   return stages;
 }
 
-// ---- Rows that one thread computes and quantises before they leave its caches
-// ------------------------------------------------
+// ---- Rows that one thread computes and quantises before they leave its caches -----------------------------------------------
 
 cpu::Quantization quantization(const Quantize& quantize, at::ScalarType type, int64_t rows, int64_t cols, Quantized& to);
 

@@ -1,13 +1,14 @@
-// The memory that row norms read, and that of their results.
+// The memory of row norms: what they read, weight and bias as they take them, and their results.
 #pragma once
 
 #include <cstring>
+#include <limits>
+#include <tuple>
 
+#include "cpu/chunk.h"
 #include "cpu/kernels.h"
-#include "cpu/typed_row.h"
 
-namespace kf::cpu {
-namespace CPU_CAPABILITY {
+namespace kf::cpu::CPU_CAPABILITY {
 namespace {
 
 inline const char* element(Dtype dtype, const void* tensor, int64_t index) {
@@ -15,12 +16,46 @@ inline const char* element(Dtype dtype, const void* tensor, int64_t index) {
 }
 inline char* element(Dtype dtype, void* tensor, int64_t index) { return static_cast<char*>(tensor) + index * size_of(dtype); }
 
-// Null stays null.
 template <class T> const T* from(const T* p, int64_t start) { return p ? p + start : nullptr; }
 
 KF_INLINE void fetch(const void* p, int64_t bytes) {
   for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(static_cast<const char*>(p) + line);
 }
+
+// ---- Weight and bias -------------------------------------------------------------------------------------------------------
+
+// A NaN as arithmetic makes it, for `interleaved_bits`.
+template <class A> inline Vectorized<A> plain_nan(const Vectorized<A>& v) {
+  return Vectorized<A>::blendv(v, Vectorized<A>(std::numeric_limits<A>::quiet_NaN()), v != v);
+}
+
+// Columns [start, start + n), prepared.
+template <class A> [[gnu::noinline]] void prepare_stretch(const Parameter& p, int64_t start, int64_t n, A* out) {
+  const A offset = p.offset == 0 ? A(-0.0) : static_cast<A>(p.offset);  // -0.0 changes nothing, not even the sign of a zero
+  const auto offsets = both(offset);
+  with_type_of<A>(p.type, [&]<class T>(T*) {
+    const T* in = static_cast<const T*>(p.data) + start;
+    sweep<A>(n, [&](int64_t i, auto part) {
+      if constexpr (std::is_same_v<T, c10::BFloat16>)
+        if (p.interleaved) return store_pair(out + i, load_pair(static_cast<const Interleaved*>(in) + i, part) + offsets, part);
+      auto v = load_pair(in + i, part) + offsets;
+      if (p.interleaved) v = {plain_nan(v.a), plain_nan(v.b)};  // other results keep NaN
+      if constexpr (std::is_same_v<A, float> && std::is_same_v<decltype(part), Whole>)
+        if (p.interleaved) std::tie(v.a, v.b) = at::vec::deinterleave2(v.a, v.b);
+      store_pair(out + i, v, part);
+    });
+  });
+}
+
+// The same in place, or in `room`.
+template <class A> KF_INLINE const A* stretch_of(const Parameter& p, int64_t start, int64_t n, A* room) {
+  if (!p.data) return nullptr;
+  if (p.as_is(kDtypeOf<A>)) return static_cast<const A*>(p.data) + start;
+  prepare_stretch(p, start, n, room);
+  return room;
+}
+
+// ---- Results ---------------------------------------------------------------------------------------------------------------
 
 // Contiguous results of type T.
 template <class T> struct Results {
@@ -62,7 +97,6 @@ class RowResults {
     return R::at(type, room + end);
   }
 
-  // n of them are written.
   void close(int64_t n) {
     if (!cut) return;
     end += n * size_of(type);
@@ -100,5 +134,4 @@ class RowResults {
 };
 
 }  // namespace
-}  // namespace CPU_CAPABILITY
-}  // namespace kf::cpu
+}  // namespace kf::cpu::CPU_CAPABILITY

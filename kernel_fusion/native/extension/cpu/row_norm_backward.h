@@ -10,8 +10,7 @@
 #include "cpu/results.h"
 #include "cpu/sums.h"
 
-namespace kf::cpu {
-namespace CPU_CAPABILITY {
+namespace kf::cpu::CPU_CAPABILITY {
 namespace {
 
 // Rows for which `add_columns` has registers, and whether addresses of fetched and kept data fit too.
@@ -101,12 +100,10 @@ template <class X, class DY> Row<X, DY> row_of(const Backward& c, int64_t row, i
   return result;
 }
 
-// The gradient before the activation.
 template <class V> KF_INLINE V dz_of(bool relu, const V& dy, const V& xhat, const V& w, const V& b) {
   return relu ? times_slope<act::relu>(dy, fma(xhat, w, b)) : dy;
 }
 
-// Columns that are fetched together.
 template <class A> constexpr int64_t kFetched = 8 * Pair<A>::kStep;
 
 // A prepared weight; absent, it is 1.
@@ -265,7 +262,6 @@ template <class A> class ColumnSums {
  public:
   explicit ColumnSums(const Backward& c) : c(c) {}
 
-  // Whether they begin with row `row`.
   bool begin_anew(int64_t row) {
     if (row == 0) return true;
     if (!c.totals || row % kRowsSummed) return false;
@@ -303,7 +299,6 @@ template <class A> class ColumnSums {
   bool empty = true;  // the totals
 };
 
-// Calls `add_columns` for any number of rows.
 template <bool keeps, class X, class DY, class R>
 void add_stretch(const Backward& c, const Passes& passes, R relus, Row<X, DY>* rows, int64_t count, bool first, int64_t start,
                  int64_t stop) {
@@ -354,5 +349,4 @@ KF_INLINE void backward_together(const Backward& c, const Passes& passes, Row<X,
 }
 
 }  // namespace
-}  // namespace CPU_CAPABILITY
-}  // namespace kf::cpu
+}  // namespace kf::cpu::CPU_CAPABILITY

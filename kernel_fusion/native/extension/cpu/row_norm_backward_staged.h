@@ -10,8 +10,7 @@
 #include "cpu/row_norm_forward.h"
 #include "cpu/row_norm_stages.h"
 
-namespace kf::cpu {
-namespace CPU_CAPABILITY {
+namespace kf::cpu::CPU_CAPABILITY {
 namespace {
 
 inline bool is_relu(int activation) { return static_cast<Activation>(activation) == Activation::relu; }
@@ -268,5 +267,4 @@ void backward_staged_as(const Backward& c, const BackwardStages& s, const Readin
 // For fp16 and fp64, which take half of the compile time.
 RowNormBackwardStaged backward_staged_fp16_fp64;
 
-}  // namespace CPU_CAPABILITY
-}  // namespace kf::cpu
+}  // namespace kf::cpu::CPU_CAPABILITY

@@ -9,8 +9,7 @@
 #include "cpu/moments.h"
 #include "cpu/results.h"
 
-namespace kf::cpu {
-namespace CPU_CAPABILITY {
+namespace kf::cpu::CPU_CAPABILITY {
 namespace {
 
 // mean (0 for RMSNorm) and rstd of rows from `first` on; stored if wanted. Slow roots and divisions are done for all
@@ -103,5 +102,4 @@ KF_STAGE void normalize_rounded(const Stages& s, const X* x, AccOf<X> mean, AccO
 }
 
 }  // namespace
-}  // namespace CPU_CAPABILITY
-}  // namespace kf::cpu
+}  // namespace kf::cpu::CPU_CAPABILITY

@@ -7,8 +7,7 @@
 #include "cpu/chunk.h"
 #include "cpu/results.h"
 
-namespace kf::cpu {
-namespace CPU_CAPABILITY {
+namespace kf::cpu::CPU_CAPABILITY {
 namespace {
 
 template <class A, class F> void each_chunk(int64_t cols, F&& f) {
@@ -16,11 +15,7 @@ template <class A, class F> void each_chunk(int64_t cols, F&& f) {
 }
 
 // The rest of a row from `start` on; what is absent stays so.
-template <class A> Source<A> from(Source<A> x, int64_t start) {
-  if (x.data) x.data = element(x.type, x.data, start);
-  return x;
-}
-template <class A> Target<A> from(Target<A> x, int64_t start) {
+template <template <class> class Typed, class A> Typed<A> from(Typed<A> x, int64_t start) {
   if (x.data) x.data = element(x.type, x.data, start);
   return x;
 }
@@ -96,5 +91,4 @@ KF_STAGE void factor_gradients(const Stages& s, int64_t row, int64_t start, int6
 }
 
 }  // namespace
-}  // namespace CPU_CAPABILITY
-}  // namespace kf::cpu
+}  // namespace kf::cpu::CPU_CAPABILITY

@@ -9,8 +9,7 @@
 
 #include "cpu/simd.h"
 
-namespace kf::cpu {
-namespace CPU_CAPABILITY {
+namespace kf::cpu::CPU_CAPABILITY {
 namespace {
 
 using Doubles [[gnu::vector_size(sizeof(Vectorized<double>))]] = double;
@@ -23,7 +22,6 @@ template <class V> KF_INLINE auto join_halves(const V& v) {
   }(std::make_integer_sequence<int, kHalf>());
 }
 
-// The same as doubles.
 KF_INLINE Doubles join_widened(const Vectorized<float>& v) {
 #if defined(CPU_CAPABILITY_AVX512)
   return _mm512_cvtps_pd(_mm512_castps512_ps256(v)) + _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1));
@@ -41,7 +39,6 @@ template <class V> KF_INLINE double sum_of_lanes(const V& v) {
   else return sum_of_lanes(join_halves(v));
 }
 
-// The sum of all lanes, in double.
 KF_INLINE double total(const Vectorized<float>& v) { return sum_of_lanes(join_widened(v)); }
 KF_INLINE double total(const Vectorized<double>& v) { return sum_of_lanes(std::bit_cast<Doubles>(v)); }
 template <class A> KF_INLINE double total(const Pair<A>& v) { return total(v.a + v.b); }
@@ -74,7 +71,6 @@ template <int kCount, class A> KF_INLINE Doubles join_vectors(const A* lanes) {
   }
 }
 
-// Sums before their lanes are joined.
 template <class A, size_t kSums> using Sums = std::array<Vectorized<A>, kSums>;
 
 template <class A, size_t kSums> KF_INLINE std::array<double, kSums> joined(const std::array<Vectorized<A>, kSums>& sums) {
@@ -129,11 +125,9 @@ template <class A, size_t kSums, class F> inline Sums<A, kSums> lanes_over(int64
   }(std::make_index_sequence<kSums>());
 }
 
-// The same, joined.
 template <class A, size_t kSums, class F> inline std::array<double, kSums> sums_over(int64_t n, F&& add) {
   return joined(lanes_over<A, kSums>(n, add));
 }
 
 }  // namespace
-}  // namespace CPU_CAPABILITY
-}  // namespace kf::cpu
+}  // namespace kf::cpu::CPU_CAPABILITY

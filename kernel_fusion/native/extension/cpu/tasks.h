@@ -75,10 +75,8 @@ template <class Make> void share_by(int64_t count, int64_t elements_each, int64_
   });
 }
 
-// Some thousand elements.
 inline int64_t step_of(int64_t elements_each) { return std::max<int64_t>(1, 8192 / std::max<int64_t>(1, elements_each)); }
 
-// The same without make().
 template <class F> void share(int64_t count, int64_t elements_each, F&& f) {
   share_by(count, elements_each, step_of(elements_each), [&]() -> F& { return f; });
 }
@@ -116,7 +114,6 @@ template <class F> void sum_rows(int64_t outputs, int64_t count, int64_t cols, d
   });
 }
 
-// The address, or null.
 inline const char* bytes(const at::Tensor& t) { return static_cast<const char*>(t.defined() ? t.const_data_ptr() : nullptr); }
 
 // Huge pages for a large result. The C library returns such memory to the system, so the next result faults in every

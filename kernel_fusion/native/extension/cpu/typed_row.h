@@ -6,10 +6,8 @@
 
 #include "shared/names.h"
 #include "cpu/simd.h"
-#include "cpu/stream_store.h"
 
-namespace kf::cpu {
-namespace CPU_CAPABILITY {
+namespace kf::cpu::CPU_CAPABILITY {
 namespace {
 
 inline int64_t size_of(Dtype dtype) { return dtype == Dtype::kDouble ? 8 : dtype == Dtype::kFloat ? 4 : 2; }
@@ -20,6 +18,51 @@ inline constexpr Dtype kDtypeOf = std::is_same_v<T, double>      ? Dtype::kDoubl
                                   : std::is_same_v<T, c10::Half> ? Dtype::kHalf
                                                                  : Dtype::kBFloat16;
 struct AnyType {};
+
+// ---- Stores past the caches -------------------------------------------------------------------------------------------------
+
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+constexpr bool kCanStream = true;
+#else
+constexpr bool kCanStream = false;
+#endif
+
+template <class T> KF_INLINE void stream(const Vectorized<T>& v, T* p) {
+#if defined(CPU_CAPABILITY_AVX512)
+  __m512i bits;
+  std::memcpy(&bits, &v, sizeof(bits));
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(p), bits);
+#elif defined(CPU_CAPABILITY_AVX2)
+  __m256i bits;
+  std::memcpy(&bits, &v, sizeof(bits));
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(p), bits);
+#else
+  v.store(p);
+#endif
+}
+
+// Called before another thread may read streamed data.
+inline void finish_streams() {
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+  _mm_sfence();
+#endif
+}
+
+#if defined(CPU_CAPABILITY_AVX512)
+#define KF_HALVES
+using Halves = __m256i;
+KF_INLINE Halves halves(const Vectorized<float>& v) {
+  return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+KF_INLINE void stream(const Halves& v, c10::Half* p) { _mm256_stream_si256(reinterpret_cast<Halves*>(p), v); }
+#elif defined(CPU_CAPABILITY_AVX2)
+#define KF_HALVES
+using Halves = __m128i;
+KF_INLINE Halves halves(const Vectorized<float>& v) {
+  return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+KF_INLINE void stream(const Halves& v, c10::Half* p) { _mm_stream_si128(reinterpret_cast<Halves*>(p), v); }
+#endif
 
 }  // namespace
 
@@ -44,7 +87,6 @@ template <class A> struct Source {
   }
 
   template <class T = AnyType> KF_INLINE Pair<A> load(int64_t i, Whole) const { return load<T>(i); }
-  // The part, and zeros.
   template <class T = AnyType> KF_INLINE Pair<A> load(int64_t i, Part part) const { return load_part<T>(*this, i, part); }
 
  private:
@@ -96,7 +138,6 @@ template <class A> struct Target {
     store_part<T>(*this, i, v, part);
   }
 
-  // A whole vector, as it is.
   template <class T> KF_INLINE void put(const Vectorized<T>& v, T* p) const {
     if (streams) stream(v, p);
     else v.store(p);
@@ -116,5 +157,4 @@ template <class A> struct Target {
   }
 };
 
-}  // namespace CPU_CAPABILITY
-}  // namespace kf::cpu
+}  // namespace kf::cpu::CPU_CAPABILITY

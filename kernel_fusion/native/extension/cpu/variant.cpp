@@ -1,6 +1,5 @@
-// Chooses the build of the CPU kernels that PyTorch names for this processor, within ATEN_CPU_CAPABILITY.
-// native/build.py asks PyTorch too. Our builds use only instructions of PyTorch's kernels of the same name, so they run
-// where PyTorch's do.
+// Chooses the build of the CPU kernels that PyTorch names for this processor, within ATEN_CPU_CAPABILITY. It uses only
+// instructions of PyTorch's kernels of that name.
 #include <ATen/Version.h>
 #include <c10/util/Exception.h>
 
@@ -11,48 +10,35 @@
 
 #include "cpu/kernels.h"
 
-// Gradients, too, may be missing.
-#define KF_MAY_BE_MISSING __attribute__((weak, visibility("default")))
-extern "C" {
+// Named as in native/build.py and by PyTorch, best first; the last serves all other names.
 #if defined(__x86_64__)
-extern const kf::cpu::GradientKernels kf_gradient_kernels_AVX512 KF_MAY_BE_MISSING;
-extern const kf::cpu::GradientKernels kf_gradient_kernels_AVX2 KF_MAY_BE_MISSING;
+#define KF_VARIANTS(X) X(AVX512) X(AVX2) X(DEFAULT)
+#else
+#define KF_VARIANTS(X) X(DEFAULT)
 #endif
-extern const kf::cpu::GradientKernels kf_gradient_kernels_DEFAULT KF_MAY_BE_MISSING;
-}
 
 namespace kf::cpu {
 
-// A variant's table (kernels/dispatch_table.cpp), at address 0 if the library lacks it.
-#if defined(__x86_64__)
-namespace AVX512 {
-extern const Kernels kernels __attribute__((weak));
-}
-namespace AVX2 {
-extern const Kernels kernels __attribute__((weak));
-}
-#endif
-namespace DEFAULT {
-extern const Kernels kernels __attribute__((weak));
-}
+// A variant's tables (kernels/dispatch_table.cpp, kernels/row_norm_bwd.cpp), at address 0 if the library lacks them.
+#define KF_TABLES(name)                               \
+  namespace name {                                    \
+  extern const Kernels kernels __attribute__((weak)); \
+  }                                                   \
+  extern "C" const GradientKernels kf_gradient_kernels_##name __attribute__((weak, visibility("default")));
+KF_VARIANTS(KF_TABLES)
+#undef KF_TABLES
 
 namespace {
 
-// Named as in native/build.py and by PyTorch.
 struct Variant {
   const char* name;
   const Kernels* kernels;  // null: not in this library
   const GradientKernels* gradients;
 };
 
-// Best first; the last serves all other names.
-const std::array kVariants{
-#if defined(__x86_64__)
-    Variant{"AVX512", &AVX512::kernels, &kf_gradient_kernels_AVX512},
-    Variant{"AVX2", &AVX2::kernels, &kf_gradient_kernels_AVX2},
-#endif
-    Variant{"DEFAULT", &DEFAULT::kernels, &kf_gradient_kernels_DEFAULT},
-};
+#define KF_VARIANT(name) Variant{#name, &name::kernels, &kf_gradient_kernels_##name},
+const std::array kVariants{KF_VARIANTS(KF_VARIANT)};
+#undef KF_VARIANT
 
 const Variant* best() {
   const std::string name = at::get_cpu_capability();
@@ -61,7 +47,6 @@ const Variant* best() {
   return &kVariants.back();
 }
 
-// Set when the library is loaded.
 std::atomic<const Variant*> in_use = best();
 
 // Python's: opens the library of gradients for this machine, or says why it cannot. A library that lacks them has one variant.

@@ -21,23 +21,8 @@ const Api& api() {
       function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
       if (!function) fail("the CUDA driver has no " + std::string(name) + "; CUDA 12.4 or newer is needed");
     };
-#define KF_FIND(name) find(a.name, #name)
-    KF_FIND(cuGetErrorString);
-    KF_FIND(cuDeviceGet);
-    KF_FIND(cuDeviceGetAttribute);
-    KF_FIND(cuDevicePrimaryCtxRetain);
-    KF_FIND(cuCtxGetCurrent);
-    KF_FIND(cuCtxSetCurrent);
-    KF_FIND(cuLibraryLoadData);
-    KF_FIND(cuLibraryGetKernel);
-    KF_FIND(cuKernelGetFunction);
-    KF_FIND(cuFuncLoad);
-    KF_FIND(cuFuncSetAttribute);
-    KF_FIND(cuOccupancyMaxActiveBlocksPerMultiprocessor);
-    KF_FIND(cuOccupancyMaxActiveClusters);
-    KF_FIND(cuLaunchKernelEx);
-    KF_FIND(cuStreamIsCapturing);
-    KF_FIND(cuThreadExchangeStreamCaptureMode);
+#define KF_FIND(name, ...) find(a.name, #name);
+    KF_DRIVER_FUNCTIONS(KF_FIND)
 #undef KF_FIND
     return a;
   }();

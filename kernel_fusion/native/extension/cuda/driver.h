@@ -46,24 +46,31 @@ struct LaunchConfig {
   unsigned num_attributes;
 };
 
+// clang-format off
+#define KF_DRIVER_FUNCTIONS(X) \
+  X(cuGetErrorString, Result, const char**) \
+  X(cuDeviceGet, Device*, int ordinal) \
+  X(cuDeviceGetAttribute, int*, int attribute, Device) \
+  X(cuDevicePrimaryCtxRetain, Context*, Device) \
+  X(cuCtxGetCurrent, Context*) \
+  X(cuCtxSetCurrent, Context) \
+  X(cuLibraryLoadData, Library*, const void* code, int* jit_options, void** jit_values, unsigned num_jit, int* options, \
+                       void** values, unsigned num) \
+  X(cuLibraryGetKernel, Kernel*, Library, const char* name) \
+  X(cuKernelGetFunction, Function*, Kernel) \
+  X(cuFuncLoad, Function) \
+  X(cuFuncSetAttribute, Function, int attribute, int value) \
+  X(cuOccupancyMaxActiveBlocksPerMultiprocessor, int*, Function, int threads, size_t shared_bytes) \
+  X(cuOccupancyMaxActiveClusters, int*, Function, const LaunchConfig*) \
+  X(cuLaunchKernelEx, const LaunchConfig*, Function, void** parameters, void** extra) \
+  X(cuStreamIsCapturing, Stream, int* status) \
+  X(cuThreadExchangeStreamCaptureMode, int* mode)
+// clang-format on
+
 struct Api {
-  Result (*cuGetErrorString)(Result, const char**);
-  Result (*cuDeviceGet)(Device*, int ordinal);
-  Result (*cuDeviceGetAttribute)(int*, int attribute, Device);
-  Result (*cuDevicePrimaryCtxRetain)(Context*, Device);
-  Result (*cuCtxGetCurrent)(Context*);
-  Result (*cuCtxSetCurrent)(Context);
-  Result (*cuLibraryLoadData)(Library*, const void* code, int* jit_options, void** jit_values, unsigned num_jit, int* options,
-                              void** values, unsigned num);
-  Result (*cuLibraryGetKernel)(Kernel*, Library, const char* name);
-  Result (*cuKernelGetFunction)(Function*, Kernel);
-  Result (*cuFuncLoad)(Function);
-  Result (*cuFuncSetAttribute)(Function, int attribute, int value);
-  Result (*cuOccupancyMaxActiveBlocksPerMultiprocessor)(int*, Function, int threads, size_t shared_bytes);
-  Result (*cuOccupancyMaxActiveClusters)(int*, Function, const LaunchConfig*);
-  Result (*cuLaunchKernelEx)(const LaunchConfig*, Function, void** parameters, void** extra);
-  Result (*cuStreamIsCapturing)(Stream, int* status);
-  Result (*cuThreadExchangeStreamCaptureMode)(int* mode);
+#define KF_POINTER(name, ...) Result (*name)(__VA_ARGS__);
+  KF_DRIVER_FUNCTIONS(KF_POINTER)
+#undef KF_POINTER
 };
 
 // The loaded driver; throws c10::Error without one.

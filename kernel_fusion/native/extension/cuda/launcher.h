@@ -80,4 +80,17 @@ const LoadedKernel& find_kernel(const KernelKey& key, driver::Stream stream);
 // Launches `grid_x` blocks (a multiple of the cluster) times `grid_y`; `args` is the kernel's only parameter.
 void launch(const LoadedKernel& kernel, int64_t grid_x, int64_t grid_y, driver::Stream stream, const void* args);
 
+// Launches the kernel for `spec` and `access` over `count` rows.
+template <class S, class A>
+void launch_over(int64_t count, c10::Device device, const S& spec, const A& access, const void* args) {
+  const OnDevice on(device);
+  const auto& kernel = find_kernel({device, spec, access}, on.stream);
+  launch(kernel, kernel.grid(count), 1, on.stream, args);
+}
+
+// Rows read by vectors of `vec` elements.
+inline RowAccess row_access(const Rows& rows, int64_t vec) {
+  return {std::min(rows.alignment, static_cast<int>(vec * size_of(rows.tensor.scalar_type()))), rows.strided};
+}
+
 }  // namespace kf

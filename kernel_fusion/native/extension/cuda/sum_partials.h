@@ -32,16 +32,16 @@ struct PartialRows {
   }
 };
 
-// Adds the partial rows from sum `from` on into each sum that is not null, both at once. `any`: by a kernel for any number of
+// Adds the partial rows from sum `from` on into each sum that is defined, both at once. `any`: by a kernel for any number of
 // columns, where that depends on the number of rows.
-inline void sum_partials(const PartialRows& partials, at::Tensor* first, at::Tensor* second, driver::Stream stream,
+inline void sum_partials(const PartialRows& partials, const at::Tensor& first, const at::Tensor& second, driver::Stream stream,
                          bool any = false, int from = 0) {
-  const auto type = [](const at::Tensor* t) { return t ? cpu_dtype(t->scalar_type()) : Dtype::kAbsent; };
+  const auto type = [](const at::Tensor& t) { return t.defined() ? cpu_dtype(t.scalar_type()) : Dtype::kAbsent; };
   const SumPartialsSpec spec{any ? 0 : static_cast<int>(partials.cols), cpu_dtype(partials.tensor.scalar_type()), type(first),
                              type(second)};
   const auto& kernel = find_kernel({partials.tensor.device(), spec, Access{}}, stream);
-  const SumPartialsArgs args{{partials.data(from), second ? partials.data(from + 1) : nullptr},
-                             {first ? first->data_ptr() : nullptr, second ? second->data_ptr() : nullptr},
+  const SumPartialsArgs args{{partials.data(from), second.defined() ? partials.data(from + 1) : nullptr},
+                             {memory_or_null(first), memory_or_null(second)},
                              partials.count,
                              partials.pitch,
                              partials.cols};

@@ -3,15 +3,14 @@
 // There is a loop for each activation, direction and compute type. Other differences between chains (dtypes, combination of
 // operands, absent ones) are branches per pair of vectors: they always go the same way, are predicted, and cost little beside
 // an exponential. *Plain* chains, of one dtype without dropout, scale or addend, have more loops: for every activation in bf16,
-// whose elements then keep their lanes (cpu/interleaved.h), and for cheap ones in fp16 and fp32.
+// whose elements then keep their lanes (cpu/simd.h), and for cheap ones in fp16 and fp32.
 #include "cpu/activation_loops.h"
 
 #include <bit>
 #include <cstring>
 #include <limits>
 
-namespace kf::cpu {
-namespace CPU_CAPABILITY {
+namespace kf::cpu::CPU_CAPABILITY {
 namespace {
 
 // A loop knows nothing at compile time:
@@ -192,5 +191,4 @@ template void run_values(const ChainLoop<double>&, int64_t);
 template void run_gradients(const ChainLoop<float>&, int64_t);
 template void run_gradients(const ChainLoop<double>&, int64_t);
 
-}  // namespace CPU_CAPABILITY
-}  // namespace kf::cpu
+}  // namespace kf::cpu::CPU_CAPABILITY

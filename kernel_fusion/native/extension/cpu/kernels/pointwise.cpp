@@ -7,8 +7,7 @@
 #include "cpu/chunk.h"
 #include "cpu/kernels.h"
 
-namespace kf::cpu {
-namespace CPU_CAPABILITY {
+namespace kf::cpu::CPU_CAPABILITY {
 namespace {
 
 struct Tile {
@@ -186,5 +185,4 @@ void pointwise_bwd_columns(const ChainColumns& call, int64_t begin, int64_t end,
   (call.wide ? columns_region<double> : columns_region<float>)(call, begin, end, left, right, sums);
 }
 
-}  // namespace CPU_CAPABILITY
-}  // namespace kf::cpu
+}  // namespace kf::cpu::CPU_CAPABILITY

@@ -8,8 +8,7 @@
 #include "cpu/kernels.h"
 #include "cpu/results.h"
 
-namespace kf::cpu {
-namespace CPU_CAPABILITY {
+namespace kf::cpu::CPU_CAPABILITY {
 namespace {
 
 constexpr int64_t kRoom = kChunk<float>;
@@ -107,5 +106,4 @@ void quantize_rows(const Quantization& q, const void* v, const RowLayout& rows, 
   });
 }
 
-}  // namespace CPU_CAPABILITY
-}  // namespace kf::cpu
+}  // namespace kf::cpu::CPU_CAPABILITY

@@ -9,8 +9,7 @@
 #include "cpu/kernels.h"
 #include "cpu/sums.h"
 
-namespace kf::cpu {
-namespace CPU_CAPABILITY {
+namespace kf::cpu::CPU_CAPABILITY {
 namespace {
 
 constexpr int64_t kFlush = 16;
@@ -139,8 +138,7 @@ void reduce_columns(const Reduction& c, int64_t outer, int64_t begin, int64_t en
 #undef KF_REDUCE
 
 void store_sums(const double* sums, int64_t n, double divisor, Dtype type, void* out) {
-  with_type(type, [&](auto* null) {
-    using T = std::remove_pointer_t<decltype(null)>;
+  with_type(type, [&]<class T>(T*) {
     using A = AccOf<T>;
     Chunk<A> rounded;
     for (int64_t start = 0; start < n; start += kChunk<A>) {
@@ -149,10 +147,9 @@ void store_sums(const double* sums, int64_t n, double divisor, Dtype type, void*
         for (int64_t i = 0; i < count; ++i) rounded.values[i] = static_cast<A>(sums[start + i]);
       else
         for (int64_t i = 0; i < count; ++i) rounded.values[i] = static_cast<A>(sums[start + i] / divisor);
-      narrow(rounded.values, count, static_cast<T*>(out) + start);
+      convert(rounded.values, count, static_cast<T*>(out) + start);
     }
   });
 }
 
-}  // namespace CPU_CAPABILITY
-}  // namespace kf::cpu
+}  // namespace kf::cpu::CPU_CAPABILITY

@@ -12,8 +12,7 @@
 #include "cpu/kernels.h"
 #include "cpu/sums.h"
 
-namespace kf::cpu {
-namespace CPU_CAPABILITY {
+namespace kf::cpu::CPU_CAPABILITY {
 namespace {
 
 // v rounded to T, if that has fewer digits.
@@ -177,8 +176,7 @@ void rotary_heads_bwd(const Rotary& c, const RotaryHeads& h, int64_t example, in
 }  // namespace
 
 void rotary(const Rotary& c, int64_t begin, int64_t end) {
-  with_type(c.type, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
+  with_type(c.type, [&]<class T>(T*) {
     Room<T> room(c.cols);
     for (int64_t i = begin; i < end; ++i) {
       room.read_angles(c, i / c.tokens, i % c.tokens, 1);
@@ -188,8 +186,7 @@ void rotary(const Rotary& c, int64_t begin, int64_t end) {
 }
 
 void rotary_bwd(const Rotary& c, int64_t begin, int64_t end, double* const (&dweights)[2]) {
-  with_type(c.type, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
+  with_type(c.type, [&]<class T>(T*) {
     Room<T> room(c.cols);
     for (int64_t i = begin; i < end; ++i) {
       room.read_angles(c, i / c.tokens, i % c.tokens, -1);
@@ -199,5 +196,4 @@ void rotary_bwd(const Rotary& c, int64_t begin, int64_t end, double* const (&dwe
   });
 }
 
-}  // namespace CPU_CAPABILITY
-}  // namespace kf::cpu
+}  // namespace kf::cpu::CPU_CAPABILITY

@@ -4,10 +4,7 @@
 // arithmetic.
 #include "cpu/row_norm_backward.h"
 
-#include "cpu/parameters.h"
-
-namespace kf::cpu {
-namespace CPU_CAPABILITY {
+namespace kf::cpu::CPU_CAPABILITY {
 namespace {
 
 // Restores a sum of gradients from the order of `Interleaved`.
@@ -46,8 +43,7 @@ template <class T> void backward_rows(const Backward& c, int64_t begin, int64_t 
 
 // Stores n elements of dweight or dbias from `start`.
 template <class A> void store_gradient(const A* sum, int64_t start, int64_t n, Dtype type, void* out) {
-  if (!out) return;
-  with_type_of<A>(type, [&](auto* null) { narrow(sum, n, static_cast<std::remove_pointer_t<decltype(null)>*>(out) + start); });
+  if (out) with_type_of<A>(type, [&]<class T>(T*) { convert(sum, n, static_cast<T*>(out) + start); });
 }
 
 // Each strip prepares its weight and rounds its dweight and dbias; all at once would leave the cache in between.
@@ -97,17 +93,36 @@ template <class T> void dx_of_strips(const BackwardByColumns& c, int64_t begin, 
 
 }  // namespace
 
+void round_row(Dtype acc, const void* row, int64_t n, Dtype type, void* out, bool interleaved) {
+  if (interleaved) {
+    const auto* in = static_cast<const float*>(row);
+    const auto results = Results<Interleaved>::at(type, out);
+    return sweep<float>(n, [&](int64_t i, auto part) { results.put(i, load_pair(in + i, part), part); });
+  }
+  if (acc == Dtype::kDouble) store_gradient(static_cast<const double*>(row), 0, n, type, out);
+  else store_gradient(static_cast<const float*>(row), 0, n, type, out);
+}
+
 void backward(const Backward& c, int64_t begin, int64_t end) {
-  with_type(c.x_type, [&](auto* type) { backward_rows<Alike<std::remove_pointer_t<decltype(type)>>>(c, begin, end); });
+  with_type(c.x_type, [&]<class T>(T*) { backward_rows<Alike<T>>(c, begin, end); });
 }
 
 void backward_sums(const BackwardByColumns& c, int64_t begin, int64_t end, RowSums* sums) {
-  with_type(c.x_type, [&](auto* type) { sums_of_strips<Alike<std::remove_pointer_t<decltype(type)>>>(c, begin, end, sums); });
+  with_type(c.x_type, [&]<class T>(T*) { sums_of_strips<Alike<T>>(c, begin, end, sums); });
 }
 
 void backward_dx(const BackwardByColumns& c, int64_t begin, int64_t end, const RowSums* sums) {
-  with_type(c.x_type, [&](auto* type) { dx_of_strips<Alike<std::remove_pointer_t<decltype(type)>>>(c, begin, end, sums); });
+  with_type(c.x_type, [&]<class T>(T*) { dx_of_strips<Alike<T>>(c, begin, end, sums); });
 }
 
-}  // namespace CPU_CAPABILITY
-}  // namespace kf::cpu
+// The table's name is C's, because Python looks for it.
+KF_CPU_GRADIENT_KERNELS(KF_KERNEL)
+
+#define KF_JOIN(a, b) a##b
+#define KF_TABLE(set) KF_JOIN(kf_gradient_kernels_, set)
+extern "C" {
+extern const GradientKernels KF_TABLE(CPU_CAPABILITY) __attribute__((visibility("default")));
+const GradientKernels KF_TABLE(CPU_CAPABILITY){KF_CPU_GRADIENT_KERNELS(KF_ENTRY)};
+}
+
+}  // namespace kf::cpu::CPU_CAPABILITY

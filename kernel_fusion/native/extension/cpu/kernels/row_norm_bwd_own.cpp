@@ -3,8 +3,7 @@
 #include "cpu/chunk.h"
 #include "cpu/row_norm_backward.h"
 
-namespace kf::cpu {
-namespace CPU_CAPABILITY {
+namespace kf::cpu::CPU_CAPABILITY {
 namespace {
 
 template <class T> const T* row_of_pitch(const void* first, int64_t pitch, int64_t row) {
@@ -133,11 +132,10 @@ template <class T> class OwnRows {
 }  // namespace
 
 void backward_own(const Backward& c, const OwnParameters& own, int64_t begin, int64_t end) {
-  with_type(c.x_type, [&](auto* type) {
-    OwnRows<Alike<std::remove_pointer_t<decltype(type)>>> rows(c, own);
+  with_type(c.x_type, [&]<class T>(T*) {
+    OwnRows<Alike<T>> rows(c, own);
     for (int64_t row = begin; row < end; ++row) rows.run(row, std::min(row + 1, end - 1));
   });
 }
 
-}  // namespace CPU_CAPABILITY
-}  // namespace kf::cpu
+}  // namespace kf::cpu::CPU_CAPABILITY

@@ -2,8 +2,7 @@
 // (-DCPU_CAPABILITY=...).
 #include "cpu/row_norm_backward_staged.h"
 
-namespace kf::cpu {
-namespace CPU_CAPABILITY {
+namespace kf::cpu::CPU_CAPABILITY {
 
 void backward_staged_fp16_fp64(const Backward& c, const BackwardStages& s, int64_t begin, int64_t end) {
   const Reading reading(c, s);
@@ -11,5 +10,4 @@ void backward_staged_fp16_fp64(const Backward& c, const BackwardStages& s, int64
   else backward_staged_as<c10::Half>(c, s, reading, begin, end);
 }
 
-}  // namespace CPU_CAPABILITY
-}  // namespace kf::cpu
+}  // namespace kf::cpu::CPU_CAPABILITY

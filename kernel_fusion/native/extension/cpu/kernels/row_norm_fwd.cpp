@@ -5,11 +5,9 @@
 
 #include <memory>
 
-#include "cpu/parameters.h"
 #include "cpu/row_norm_stages.h"
 
-namespace kf::cpu {
-namespace CPU_CAPABILITY {
+namespace kf::cpu::CPU_CAPABILITY {
 namespace {
 
 // Whether reading a parameter like x gives the values that preparing it gives.
@@ -158,20 +156,24 @@ template <class A> void forward_staged_rows(const Forward& c, const ForwardStage
     const int64_t count = std::min(together, end - first);
     Source<A> h[kMostRows];
     for (int64_t r = 0; r < count; ++r) h[r] = make_h(c, s, first + r, buffer.get() + r * c.cols);
-    with_type_of<A>(h[0].type,
-                    [&](auto* type) { finish_rows<A, std::remove_pointer_t<decltype(type)>>(c, s, first, count, h, results); });
+    with_type_of<A>(h[0].type, [&]<class T>(T*) { finish_rows<A, T>(c, s, first, count, h, results); });
   }
 }
 
 }  // namespace
 
+void prepare(const Parameter& p, int64_t n, void* out) {
+  if (p.type == Dtype::kDouble) prepare_stretch(p, 0, n, static_cast<double*>(out));
+  else prepare_stretch(p, 0, n, static_cast<float*>(out));
+}
+
 void forward(const Forward& c, int64_t begin, int64_t end) {
-  with_type(c.x_type, [&](auto* type) { forward_rows<Alike<std::remove_pointer_t<decltype(type)>>>(c, begin, end); });
+  with_type(c.x_type, [&]<class T>(T*) { forward_rows<Alike<T>>(c, begin, end); });
 }
 
 void forward_moments(const Forward& c, int64_t begin, int64_t end, StretchMoments* moments) {
-  with_type(c.x_type, [&](auto* type) {
-    using T = Alike<std::remove_pointer_t<decltype(type)>>;  // in either order of the elements
+  with_type(c.x_type, [&]<class Type>(Type*) {
+    using T = Alike<Type>;  // in either order of the elements
     each_piece(c, begin, end, [&](int64_t piece, int64_t, const char* p, int64_t, int64_t n) {
       const auto* x = reinterpret_cast<const T*>(p);
       moments[piece] = moments_of(x, n, c.rms, c.rms ? 0 : center_of(x, n));
@@ -186,8 +188,7 @@ void forward_statistics(const Forward& c, int64_t begin, int64_t end, const Stre
 }
 
 void forward_stretches(const Forward& c, int64_t begin, int64_t end, const RowStatistics* statistics) {
-  with_type(c.x_type,
-            [&](auto* type) { forward_pieces<Alike<std::remove_pointer_t<decltype(type)>>>(c, begin, end, statistics); });
+  with_type(c.x_type, [&]<class T>(T*) { forward_pieces<Alike<T>>(c, begin, end, statistics); });
 }
 
 void forward_staged(const Forward& c, const ForwardStages& s, int64_t begin, int64_t end) {
@@ -195,5 +196,4 @@ void forward_staged(const Forward& c, const ForwardStages& s, int64_t begin, int
   else forward_staged_rows<float>(c, s, begin, end);
 }
 
-}  // namespace CPU_CAPABILITY
-}  // namespace kf::cpu
+}  // namespace kf::cpu::CPU_CAPABILITY

@@ -13,8 +13,7 @@
 #include "cpu/kernels.h"
 #include "cpu/sums.h"
 
-namespace kf::cpu {
-namespace CPU_CAPABILITY {
+namespace kf::cpu::CPU_CAPABILITY {
 namespace {
 
 template <class A> inline constexpr A kNothing = -std::numeric_limits<A>::infinity();
@@ -57,9 +56,9 @@ template <class A> struct Logits {
 
 // The first `kept` logits of a row: in place, or with a mask in `room`.
 template <class A> Logits<A> read_logits(const Softmax& c, int64_t row, int64_t kept, A* room) {
-  const char* x = c.x + c.x_rows.offset(row) * size_of(c.type);
+  const char* x = c.x + row_offset(c.x_rows, row) * size_of(c.type);
   if (c.mask_type == Dtype::kAbsent) return {{c.type, x}, static_cast<A>(c.scale)};
-  const char* mask = c.mask + c.mask_rows.offset(row) * (c.mask_type == Dtype::kBool ? 1 : size_of(c.mask_type));
+  const char* mask = c.mask + row_offset(c.mask_rows, row) * (c.mask_type == Dtype::kBool ? 1 : size_of(c.mask_type));
   Chunk<A> masks;
   for (int64_t start = 0; start < kept; start += kChunk<A>)
     masked_chunk<A>(c, x, mask, start, std::min(kChunk<A>, kept - start), room + start, masks);
@@ -113,7 +112,7 @@ template <class A> void softmax_rows(const Softmax& c, int64_t begin, int64_t en
     run_values(quotients, kept);
     std::memset(y + kept * element, 0, (c.cols - kept) * element);
     if (sum != sum && c.mask_type == Dtype::kBool) {  // all results are NaN
-      const char* keep = c.mask + c.mask_rows.offset(row);
+      const char* keep = c.mask + row_offset(c.mask_rows, row);
       for (int64_t i = 0; i < kept; ++i)
         if (!keep[i * c.mask_stride]) std::memset(y + i * element, 0, element);
     }
@@ -176,11 +175,7 @@ void softmax(const Softmax& c, int64_t begin, int64_t end) {
 
 void softmax_bwd(const SoftmaxBackward& c, int64_t begin, int64_t end) {
   if (c.dy_type != c.type) return softmax_bwd_rows<AnyType, float>(c, begin, end);  // never of double with others
-  with_type(c.type, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    softmax_bwd_rows<Alike<T>, AccOf<T>>(c, begin, end);
-  });
+  with_type(c.type, [&]<class T>(T*) { softmax_bwd_rows<Alike<T>, AccOf<T>>(c, begin, end); });
 }
 
-}  // namespace CPU_CAPABILITY
-}  // namespace kf::cpu
+}  // namespace kf::cpu::CPU_CAPABILITY
