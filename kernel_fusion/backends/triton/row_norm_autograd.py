@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernel_fusion.backends.triton import autograd
-from kernel_fusion.backends.triton.row_norm import Backward, by_operator
+from kernel_fusion.backends.triton.row_norm import Backward
 from kernel_fusion.core import checks
 from kernel_fusion.core.activations import IDENTITY
 from kernel_fusion.core.groups import groups_of
@@ -31,7 +31,7 @@ class StagedRowNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         """Gradients of input, the other row, weight and bias."""
-        kernels = partial(kernel_backward, partial(by_operator, torch.ops.kernel_fusion.triton_row_norm_bwd))
+        kernels = partial(kernel_backward, _backward)
         return gradients(ctx, grads, _differentiable_backward if torch.is_grad_enabled() else kernels)
 
 
@@ -73,14 +73,21 @@ def _saved(ctx: Any) -> tuple[list[Any], Given]:
 
 def _forward(c: NormCall, wants_stats: bool) -> tuple[Tensor, Tensor, Tensor]:
     forward = torch.ops.kernel_fusion.triton_row_norm_fwd
-    norm = c._replace(out_dtype=c.out_dtype or c.input.dtype)[:FIRST]
-    return forward(*norm, wants_stats, *c.stages)  # type: ignore[no-any-return]
+    call = c._replace(out_dtype=c.out_dtype or c.input.dtype)
+    return forward(wants_stats, *call.arguments)  # type: ignore[no-any-return]
+
+
+def _backward(
+    input_dtype: torch.dtype, bias_dtype: torch.dtype | None, wants: list[bool], call: Backward
+) -> tuple[Tensor, ...]:
+    backward = torch.ops.kernel_fusion.triton_row_norm_bwd
+    return backward(input_dtype, bias_dtype, wants, *call.arguments)  # type: ignore[no-any-return]
 
 
 def kernel_backward(
     backward: Callable[..., tuple[Tensor, ...]], ctx: Any, dy: Tensor | None, dh: Tensor | None, wants: list[bool]
 ) -> list[Tensor | None]:
-    """The kernels' gradients; `backward` takes a call and what else the operator `triton_row_norm_bwd` has."""
+    """The kernels' gradients; `backward` is as `row_norm.backward`."""
     (x, h, weight, bias, stats), s = _saved(ctx)
     num_dims, _, offset, out_dtype, rms = ctx.call
     normalised = h if ctx.stored else x
@@ -94,7 +101,7 @@ def kernel_backward(
     reads_bias = s.grouped or s.activation != IDENTITY or other_row(s, None) is not None
     rows = dy, dh, normalised, x if ctx.stored else None, stats, num_dims
     call = Backward(*rows, weight, bias if reads_bias else None, offset, rms, ctx.stored, s)
-    results = backward(call, ctx.input_dtype, None if bias is None else bias.dtype, asked)
+    results = backward(ctx.input_dtype, None if bias is None else bias.dtype, asked, call)
     dx, dother, *sums = (t if wanted else None for t, wanted in zip(results, asked, strict=True))
     return [dother if same else dx, dother if wants[1] else None, *sums]
 
@@ -117,33 +124,24 @@ def _differentiable_backward(ctx: Any, dy: Tensor | None, dh: Tensor | None, wan
     if dh is not None:
         total = dh if total is None else total + dh
     assert total is not None
-    dx, dgate = None, None
-    if s.residual_gate is not None:
-        dx, dgate = _through_gate(total, x, s, [wants[0], wants[4]])
-    elif wants[0]:
-        dx = _through_stages(total, x, s, ctx.input_dtype)
+    dx, dgate = _through_stages(total, x, s, ctx.input_dtype, [wants[0], wants[4]])
     return [dx, total if wants[1] else None, dweight, dbias, dgate]
 
 
-def _through_gate(dh: Tensor, x: Tensor, s: Given, wants: list[bool]) -> list[Tensor | None]:
-    """The gradients of x and the residual's gate, from that of h."""
-    chain = torch.ops.kernel_fusion.pointwise_reference
+def _through_stages(
+    dh: Tensor, x: Tensor | None, s: Given, dtype: torch.dtype, wants: list[bool]
+) -> list[Tensor | None]:
+    """The gradients of x and the residual's gate, where h = residual + gate * dropout(pre_activation(x))."""
+    chain, dropout = torch.ops.kernel_fusion.pointwise_reference, (1.0, s.dropout_p, s.seed)
+    if not any(wants):
+        return [None, None]
+    if x is None:  # not kept, because dropout alone needs no input
+        return [(dh if s.seed is None else chain(dh.contiguous(), None, "first", IDENTITY, *dropout)).to(dtype), None]
     # Neither is looked for behind the other, which may depend on it.
-    x, gate = (t.view_as(t) for t in (x, s.residual_gate))
-    wide = x.to(dh.dtype).contiguous(), gate.to(dh.dtype)
-    added = chain(*wide, "gate", s.pre_activation, 1.0, s.dropout_p, s.seed)
-    return autograd.differentiable([added], [dh], [x, gate], wants)
-
-
-def _through_stages(du: Tensor, x: Tensor | None, s: Given, dtype: torch.dtype) -> Tensor | None:
-    """The gradient of x, where u = dropout(pre_activation(x)) and `du` is that of u."""
-    chain = torch.ops.kernel_fusion.pointwise_reference
-    dropout = 1.0, s.dropout_p, s.seed
-    if s.pre_activation != IDENTITY:
-        assert x is not None
-        u = chain(x.to(du.dtype).contiguous(), None, "first", s.pre_activation, *dropout)
-        return autograd.differentiable([u], [du], [x], [True])[0]
-    return (du if s.seed is None else chain(du.contiguous(), None, "first", IDENTITY, *dropout)).to(dtype)
+    inputs = [None if t is None else t.view_as(t) for t in (x, s.residual_gate)]
+    wide = [None if t is None else t.to(dh.dtype).contiguous() for t in inputs]
+    added = chain(*wide, "first" if inputs[1] is None else "gate", s.pre_activation, *dropout)
+    return autograd.differentiable([added], [dh], inputs, wants)
 
 
 def staged_row_norm(*args: Any) -> tuple[Tensor, Tensor]:

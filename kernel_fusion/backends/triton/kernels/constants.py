@@ -16,6 +16,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from kernel_fusion.backends.triton.plan import Plan
 from kernel_fusion.core.spec import Stages
 
 
@@ -52,6 +53,12 @@ class Constants:
     rows: int
     block: int
     chained: bool = False
+
+    @classmethod
+    def of(cls, layout: Plan, **values: Any) -> Any:
+        """The constants with these values, and with the layout's of the same names."""
+        laid = {name: value for name, value in vars(layout).items() if name in cls.__dataclass_fields__}
+        return cls(**laid, **values)
 
     def __post_init__(self) -> None:
         """Triton 3.6 passes no plain str on."""
@@ -115,26 +122,35 @@ class RowNorm(Constants, Stages):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class RowNormForward(RowNorm):
-    """Forward of the norms; other names as in plan.py.
+class Codes(Constants):
+    """Quantised results.
 
     Attributes:
-        codes, ..., rounds: as in `Codes`, of y; no name without quantisation.
+        codes: PyTorch's name of their type; none without quantisation.
+        group: columns that share a scale; 0: a row, or it is given.
+        rounds: whether an instruction makes them from float32.
+        keeps: whether the result before quantisation is written, too.
     """
 
-    eps: float
-    stats: bool
-    pieces: int
-    looped: bool
-    slices: int
-    early: bool
-    releases: bool
     codes: str = ""
     largest: float = 0.0
     group: int = 0
     given: bool = False
     rounds: bool = False
     keeps: bool = True
+    looped: bool
+    slices: int
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class RowNormForward(RowNorm, Codes):
+    """Forward of the norms; other names as in plan.py."""
+
+    eps: float
+    stats: bool
+    pieces: int
+    early: bool
+    releases: bool
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -253,6 +269,7 @@ class Rotary(Constants):
     has_positions: bool
     unit: int
     table_unit: int
+    backward: bool
     dquery: bool = False
     dkey: bool = False
     dweight: bool = False
@@ -260,26 +277,11 @@ class Rotary(Constants):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Codes(Constants):
-    """Quantisation.
+class Quantization(Codes):
+    """Codes of a tensor, or if `gated` of activation(a) * b."""
 
-    Attributes:
-        codes: PyTorch's name of their type.
-        group: columns that share a scale; 0: a row, or it is given.
-        rounds: whether an instruction makes them from float32.
-        keeps: whether the result before quantisation is written, too.
-        gated: whether that is activation(a) * b.
-    """
-
-    codes: str
-    largest: float
-    group: int
-    given: bool
-    rounds: bool
-    keeps: bool
     unit: int
     flat: bool
     exact: bool
-    looped: bool
     gated: bool = False
     activation: str = "identity"

@@ -1,9 +1,27 @@
-"""Where rows lie, and the type that a kernel computes in."""
+"""Where rows lie, the type that a kernel computes in, and programmatic dependent launch.
+
+A chained kernel starts while the one before it still runs, and touches no memory before it has waited until all earlier
+launches are done.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def wait_for_previous_kernel(CHAINED: tl.constexpr):
+    """Before memory is touched; a kernel that is not chained waits for nothing."""
+    if CHAINED:  # pragma: gpu
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def let_next_kernel_start(RELEASES: tl.constexpr):
+    """Once every program is here or ended, a chained next kernel may start."""
+    if RELEASES:  # pragma: gpu
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
