@@ -20,7 +20,7 @@ from kernel_fusion.backends.triton.kernels.constants import RowNormBackward
 from kernel_fusion.backends.triton.kernels.row_norm_bwd import row_norm_bwd
 from kernel_fusion.backends.triton.launch import operator
 from kernel_fusion.backends.triton.row_norm import Backward, launch_forward, require_forward
-from kernel_fusion.backends.triton.row_norm_autograd import gradients, keep, kernel_backward
+from kernel_fusion.backends.triton.row_norm_autograd import gradients, keep, kernel_backward, of_h
 from kernel_fusion.core import checks
 from kernel_fusion.core.activations import IDENTITY
 from kernel_fusion.core.spec import compute_dtype
@@ -127,16 +127,14 @@ class NormOfParts(torch.autograd.Function):
         """y, and h or nothing."""
         *args_of_norm, join = args
         c = norm_call(*args_of_norm)
-        s, input = c.stages, c.input
+        s = c.stages
         grouped = s.grouped and s.residual_gate is not None  # no other vector stands before the norm
         first = s.gate if s.gate_first else None
         before = s._replace(activation=IDENTITY, rounding="once", grouped=grouped, gate=first)
-        after_h = s._replace(pre_activation=IDENTITY, dropout_p=0.0, seed=None, residual_gate=None)
-        sums, h = torch.ops.kernel_fusion.triton_row_norm_moments(input, c.residual, c.num_dims, c.rms, *before)
+        sums, h = torch.ops.kernel_fusion.triton_row_norm_moments(c.input, c.residual, c.num_dims, c.rms, *before)
         join(sums)
-        normalised, after = (input, s) if c.residual is None else (h, after_h)
-        affine = c.num_dims, c.weight, c.bias, c.eps, c.weight_offset, c.out_dtype or input.dtype, c.rms
-        y, stats = torch.ops.kernel_fusion.triton_row_norm_apply(sums, normalised, None, *affine, *after)
+        after = c if c.residual is None else of_h(c, h)
+        y, stats = torch.ops.kernel_fusion.triton_row_norm_apply(sums, *after.arguments)
         keep(ctx, c, h, stats)
         ctx.join = join
         return y, h
@@ -170,4 +168,4 @@ def staged_row_norm(join: Join, *args: Any) -> tuple[Tensor, Tensor]:
     c = norm_call(*args)
     checks.staged_row_norm(c)
     apply_norm: Callable[..., tuple[Tensor, Tensor]] = NormOfParts.apply
-    return apply_norm(*c.arguments, join)
+    return apply_norm(*c._replace(out_dtype=c.out_dtype or c.input.dtype).arguments, join)

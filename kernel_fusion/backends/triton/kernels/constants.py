@@ -111,11 +111,6 @@ class RowNorm(Constants, Stages):
         return self.beside is not None and self.follows
 
     @property
-    def gates_residual(self) -> bool:
-        """Whether a gate multiplies what is added to the residual."""
-        return self.residual_gate is not None
-
-    @property
     def aligned(self) -> bool:
         """Whether rows begin with a block of random bits."""
         return self.unit % 8 == 0

@@ -43,7 +43,7 @@ def normalised(pointers, offsets, at, position, masks, C: tl.constexpr, BLOCK: t
     mask, col_mask = masks
     h = before_gate(x_ptr, seed_ptr, offsets[0], position, mask, C, BLOCK, LAST)
     if C.has_residual:
-        if C.gates_residual:
+        if C.residual_gate is not None:
             h = h * load(gate_ptr, at, col_mask, C.wide)
         h = load(other_ptr, offsets[1], mask, C.wide, LAST) + h
         h = h.to(other_ptr.dtype.element_ty).to(C.acc)
@@ -186,7 +186,7 @@ def write(pointers, rows, start, at, n, gw, means, rstd, masks, C: tl.constexpr,
         u = before_gate(other_ptr, seed_ptr, other_offset, position, mask, C, C.block, LAST)
         of_gate = tl.where(mask, dh * u, 0.0)
     if C.dx:
-        if C.gates_residual:
+        if C.residual_gate is not None:
             dh = dh * load(gate_ptr, at, col_mask, C.wide)
         dh = _dropped(dh, seed_ptr, position, C, C.block)
         if C.pre_activation != "identity":
