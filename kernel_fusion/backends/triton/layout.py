@@ -62,8 +62,9 @@ def outer_rows(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> Rows |
     count = prod(sizes)
     middle = sizes[1] if len(sizes) == _MAX_OUTER else 1
     inner = sizes[-1] if len(sizes) > 1 else 1
-    # Of two strides the second is the inner one.
-    three = ((*of, 0, 0, 0)[:3] if len(of) != 2 else (of[0], 0, of[1]) for of in strides)
+    three = (
+        (of[0] if of else 0, of[1] if len(of) == _MAX_OUTER else 0, of[-1] if len(of) > 1 else 0) for of in strides
+    )
     return Rows(count, middle, inner, tuple(three))
 
 

@@ -122,7 +122,7 @@ def _walk(c: Chain) -> _Walk:
     cols = sizes[-1] if sizes else 1
     last = (steps[0][-1], steps[1][-1]) if sizes else (1, 1)
     flat = len(sizes) <= 1 and last == (1, 1)
-    return _Walk(strides, order == sorted(order), *operands, None if flat else rows, cols, last)
+    return _Walk(strides, order == sorted(order), operands[0], operands[1], None if flat else rows, cols, last)
 
 
 @operator("pointwise_fwd")

@@ -60,22 +60,15 @@ def forward(input: Tensor, dim: Sequence[int], keepdim: bool, kind: str, dtype: 
         last = i == len(runs) - 1
         shape = [*values.shape[:first], *(1,) * (end - first), *values.shape[end:]]
         finished = (dtype, count if kind == "mean_abs" else None) if last else (wide, None)
-        values = _reduce_run(values, first, end, map, wide, *finished).view(shape)
+        cube = values.reshape(prod(values.shape[:first]), prod(values.shape[first:end]), prod(values.shape[end:]))
+        values = _reduce(cube if cube.shape[2] > 1 else cube.squeeze(2), map, wide, *finished).view(shape)
         map = "none"
     kept = [n for d, n in enumerate(values.shape) if keepdim or d not in dims]
     return values.view(kept)
 
 
-def _reduce_run(
-    x: Tensor, first: int, end: int, map: str, wide: torch.dtype, dtype: torch.dtype, count: int | None
-) -> Tensor:
-    """x, reduced over dimensions first ... end - 1: contiguous, of shape (outer, inner)."""
-    cube = x.reshape(prod(x.shape[:first]), prod(x.shape[first:end]), prod(x.shape[end:]))
-    return _reduce(cube if cube.shape[2] > 1 else cube.squeeze(2), map, wide, dtype, count)
-
-
 def _reduce(x: Tensor, map: str, wide: torch.dtype, dtype: torch.dtype, count: int | None) -> Tensor:
-    """A matrix, reduced along its rows, or a cube, along its middle."""
+    """The reduction of a matrix along its rows, or of a cube along its middle."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     outer, length, *inner = x.shape
     section = plan.COLUMN_SECTION if inner else plan.ROW_SECTION
