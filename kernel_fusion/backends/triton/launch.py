@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from functools import wraps
+from itertools import islice
 from typing import Any, get_type_hints
 
 import numpy as np
@@ -51,8 +52,10 @@ def _part(kind: Any) -> Callable[[Iterator[Any]], Any]:
         return lambda left: Given(*left)  # the last; the dispatcher omits its defaults
     if not hasattr(kind, "_fields"):
         return next
-    parts = [_part(field) for field in get_type_hints(kind).values()]
-    return lambda left: kind(*[part(left) for part in parts])
+    count = len(kind._fields)
+    if [*get_type_hints(kind).values()][-1] is Given:
+        return lambda left: kind(*islice(left, count - 1), Given(*left))
+    return lambda left: kind(*islice(left, count))
 
 
 def _arguments(name: str, kind: Any) -> list[inspect.Parameter]:

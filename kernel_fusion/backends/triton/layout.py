@@ -84,6 +84,35 @@ def rows_of(tensors: Sequence[Tensor], num_dims: int) -> tuple[list[Tensor], Row
     return [t.contiguous() for t in tensors], Rows(count, 1, 1, ((cols, 0, 0),) * len(tensors))
 
 
+def memory_order(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> list[int]:
+    """Dimensions, outermost first, in the memory order of PyTorch's pointwise results.
+
+    The operands' strides decide, the first's if they disagree; strides of 0 do not count.
+    """
+    order = list(range(len(sizes)))[::-1]  # innermost first, as PyTorch compares
+
+    def swaps(low: int, high: int) -> int:
+        for of in strides:
+            if of[low] == 0 or of[high] == 0:
+                continue
+            if of[low] != of[high]:
+                return 1 if of[low] > of[high] else -1
+            if sizes[low] > sizes[high]:
+                return 1
+        return 0
+
+    for i in range(1, len(order)):
+        current = i
+        for previous in range(i - 1, -1, -1):
+            verdict = swaps(order[previous], order[current])
+            if verdict > 0:
+                order[previous], order[current] = order[current], order[previous]
+                current = previous
+            elif verdict < 0:
+                break
+    return order[::-1]
+
+
 def dense_strides(sizes: Sequence[int], order: Sequence[int]) -> list[int]:
     """The strides of a dense tensor with this order of dimensions, outermost first."""
     strides = [1] * len(sizes)

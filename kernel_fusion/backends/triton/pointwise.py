@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._prims_common import compute_elementwise_output_strides
 
 from kernel_fusion.backends.triton import autograd, plan
 from kernel_fusion.backends.triton.kernels import pointwise as kernels
 from kernel_fusion.backends.triton.kernels.constants import Pointwise as Constants
 from kernel_fusion.backends.triton.launch import launch, operator
-from kernel_fusion.backends.triton.layout import Rows, merge, outer_rows, unit
+from kernel_fusion.backends.triton.layout import Rows, dense_strides, memory_order, merge, outer_rows, unit
 from kernel_fusion.backends.triton.reduce import sum_partials
 from kernel_fusion.core import checks, dropout
 from kernel_fusion.core.activations import CODES
@@ -76,7 +75,7 @@ class _Walk:
         steps: column strides of the operands.
     """
 
-    strides: Sequence[int]
+    strides: list[int]
     is_contiguous: bool
     a: Tensor
     b: Tensor
@@ -110,8 +109,8 @@ def _walk(c: Chain) -> _Walk:
     shape = c.shape
     a = c.a.expand(shape)
     operands = [a, a if c.b is None else c.b.expand(shape)]
-    strides = compute_elementwise_output_strides(*operands)
-    order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
+    order = memory_order(shape, [t.stride() for t in operands])
+    strides = dense_strides(shape, order)
     for _ in range(2):
         sizes, steps = merge([shape[dim] for dim in order], [[of.stride()[dim] for dim in order] for of in operands])
         rows = outer_rows(sizes[:-1], [of[:-1] for of in steps])
@@ -141,7 +140,7 @@ def backward(dy: Tensor, c: Chain, wants: Sequence[bool]) -> tuple[Tensor, Tenso
     takes = c.taken and len(wants) == 2 and floating(dy) and shaped(c.shape, dy)
     require("triton_pointwise_bwd", [dy, c.a, c.b, c.seed], takes)
     walk = _walk(c)
-    cotangent = dy if list(dy.stride()) == list(walk.strides) else walk.like(dy, dy.dtype).copy_(dy)
+    cotangent = dy if list(dy.stride()) == walk.strides else walk.like(dy, dy.dtype).copy_(dy)
     if c.b is not None and wants[1] and _is_row(walk):
         da, db = _backward_columns(cotangent, walk, c.seed, wants[0], c.constants())
         return da, db.view(c.b.shape)

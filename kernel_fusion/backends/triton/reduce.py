@@ -60,8 +60,9 @@ def forward(input: Tensor, dim: Sequence[int], keepdim: bool, kind: str, dtype: 
         last = i == len(runs) - 1
         shape = [*values.shape[:first], *(1,) * (end - first), *values.shape[end:]]
         finished = (dtype, count if kind == "mean_abs" else None) if last else (wide, None)
-        cube = values.reshape(prod(values.shape[:first]), prod(values.shape[first:end]), prod(values.shape[end:]))
-        values = _reduce(cube if cube.shape[2] > 1 else cube.squeeze(2), map, wide, *finished).view(shape)
+        sizes = [prod(values.shape[:first]), prod(values.shape[first:end]), prod(values.shape[end:])]
+        matrix = values.reshape(sizes[:2] if sizes[2] == 1 else sizes)
+        values = _reduce(matrix, map, wide, *finished).view(shape)
         map = "none"
     kept = [n for d, n in enumerate(values.shape) if keepdim or d not in dims]
     return values.view(kept)

@@ -30,7 +30,8 @@ def _with_columns(t: Any) -> Any:
 
 
 def _readable(c: Rotary) -> Rotary:
-    return c._replace(query=_with_columns(c.query), key=_with_columns(c.key))
+    query, key = _with_columns(c.query), _with_columns(c.key)
+    return c if query is c.query and key is c.key else c._replace(query=query, key=key)
 
 
 def _tables(c: Rotary) -> tuple[Tensor, Tensor, int, list[int]]:

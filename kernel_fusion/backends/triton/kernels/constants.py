@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any
 
 import triton
@@ -57,14 +58,13 @@ class Constants:
     @classmethod
     def of(cls, layout: Plan, **values: Any) -> Any:
         """The constants with these values, and with the layout's of the same names."""
-        laid = {name: value for name, value in vars(layout).items() if name in cls.__dataclass_fields__}
-        return cls(**laid, **values)
+        return cls(**{name: getattr(layout, name) for name in _shared(cls, type(layout))}, **values)
 
     def __post_init__(self) -> None:
         """Triton 3.6 passes no plain str on."""
-        for field in fields(self):
-            if isinstance(value := getattr(self, field.name), str):
-                object.__setattr__(self, field.name, tl.constexpr(value))
+        for name, value in vars(self).items():
+            if isinstance(value, str):
+                vars(self)[name] = tl.constexpr(value)
 
     @property
     def acc(self) -> tl.dtype:
@@ -76,6 +76,12 @@ class Constants:
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
         values = ", ".join(f"{name}={getattr(value, 'value', value)!r}" for name, value in plain.items())
         return f"__import__({__name__!r}, fromlist=['_']).{type(self).__name__}({values})"
+
+
+@cache
+def _shared(constants: type[Constants], layout: type[Plan]) -> list[str]:
+    """Names that both have."""
+    return [field.name for field in fields(layout) if field.name in constants.__dataclass_fields__]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
