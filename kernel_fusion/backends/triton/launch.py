@@ -47,7 +47,6 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 def _part(kind: Any) -> Callable[[Iterator[Any]], Any]:
-    """Makes a parameter of this type from the arguments that are left."""
     if kind is Given:
         return lambda left: Given(*left)  # the last; the dispatcher omits its defaults
     if not hasattr(kind, "_fields"):
@@ -59,7 +58,6 @@ def _part(kind: Any) -> Callable[[Iterator[Any]], Any]:
 
 
 def _arguments(name: str, kind: Any) -> list[inspect.Parameter]:
-    """The arguments of which a parameter is made."""
     usual = inspect.Parameter.POSITIONAL_OR_KEYWORD
     if kind is Given:
         return [

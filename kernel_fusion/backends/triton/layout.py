@@ -32,7 +32,7 @@ class Rows:
         return self.middle == 1 and self.inner == 1
 
     def in_units(self, cols: int, *others: int) -> tuple[int, list[int]]:
-        """The unit, which divides `others` too; and lengths and strides in it, of two tensors even if there is one."""
+        """The unit, which divides `others` too; and in it lengths, and strides of at least two tensors."""
         strides = [stride for of in (self.strides * 2)[: max(2, len(self.strides))] for stride in of]
         size = unit(cols, *strides, *others)
         return size, [self.count, cols // size, self.middle, self.inner, *(stride // size for stride in strides)]

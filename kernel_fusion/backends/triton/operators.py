@@ -1,7 +1,7 @@
 """The Triton backend's verbs: operators `kernel_fusion::triton_*` with the verbs' schemas.
 
 Each sits on the `Autograd` key, so that a tracer keeps it as one node; below, Inductor sees the kernels
-(`torch.library.triton_op`). Without an autograd key, as in inference mode, the same function serves.
+(`torch.library.triton_op`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kernel_fusion.backends.triton.row_norm_autograd import staged_row_norm
 from kernel_fusion.backends.triton.softmax import softmax
 from kernel_fusion.core import arguments
 
-# By the names that other backends use.
+# Names are those that other backends use.
 VERBS: dict[str, Callable[..., Any]] = {
     function.__name__: function for function in (staged_row_norm, pointwise, reduce, softmax, qk_norm_rope)
 }

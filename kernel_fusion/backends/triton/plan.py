@@ -2,7 +2,7 @@
 
 A row, or several short ones, lies in one block, the power of two that holds it, if registers hold what is kept. Rows of
 norms, often 3, 5 or 7 times a power of two, lie in a few smaller blocks. No plan depends on the number of rows, so a
-new batch size compiles nothing and changes no bits. docs/notebook/triton.md has the measurements.
+new batch size compiles nothing and changes no bits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOST_REGISTERS = 255
 # Elements per thread, at one value each; warps per program.
 _PER_THREAD = 16
 _MAX_WARPS = 32
-# Bytes of a sector, the unit of transfers.
+# Bytes of a transfer.
 _SECTOR = 32
 
 
@@ -41,7 +41,7 @@ class Plan:
         warps: of a program, of 32 threads each.
         pieces: blocks side by side that hold a row.
         looped: whether rows are longer than that and read block by block.
-        slices: parts of a block that a warp loads with one instruction each; their moments are joined.
+        slices: parts of a block that a warp loads with one instruction each.
         early: whether weight and bias are loaded before the row's statistics.
         again: whether backward reads a row again instead of keeping it.
         stages: of the pipeline that fetches rows ahead in a persistent program; 1 for none.
@@ -63,7 +63,7 @@ class Plan:
     def releases(self) -> bool:
         """Whether forward lets the next kernel start as soon as it runs.
 
-        One-warp programs are many, and each release costs time. Beside few programs the next kernel's spread unevenly.
+        One-warp programs are many, and each release costs time.
         """
         return self.rows == 1 and self.warps > 1
 
@@ -94,7 +94,6 @@ def row_plan(cols: int, wide: bool, longest: int = 32768) -> Plan:
     """For kernels that keep a row: softmax and reductions.
 
     Args:
-        cols: N; only the next power of two matters.
         wide: computed in float64, which takes twice the registers.
         longest: the longest row that is kept whole, in float32.
     """
@@ -110,11 +109,8 @@ def row_plan(cols: int, wide: bool, longest: int = 32768) -> Plan:
 def norm_forward(cols: int, itemsize: int, rms: bool) -> Plan:
     """16 elements per thread up to 8 warps, then as many as registers allow.
 
-    A 2 KB row takes one warp, which waits for nobody; shorter rows share a program that reads as much. Weight and bias
+    A 2 KB row takes one warp, which waits for nobody; shorter rows share a program. Weight and bias
     are loaded early if that costs no program. Slices save LayerNorm an exchange between warps, but cost registers.
-
-    Args:
-        rms: RMSNorm, which has a weight and usually no bias.
     """
     cols, width, narrow = int(cols), _width(itemsize), itemsize <= 2  # it may be a symbol
     if cols > _LONGEST_ROW // width:
@@ -149,14 +145,13 @@ def norm_backward(cols: int, itemsize: int, rms: bool, staged: bool, fetched: in
     """Backward keeps n and g of its rows and, in persistent programs, dweight and dbias.
 
     A program has as many rows as registers allow, which wait together for their sums. Its warps lie side by side;
-    stacked, they would exchange column sums at every tile. The next rows are fetched ahead if there is room; fp16 and
-    bf16 rows beyond 1024 columns only if two of them need more registers than two programs per multiprocessor have. If
-    a program cannot also sum a row's columns, `norm_columns` does.
+    stacked, they would exchange column sums at every tile. The next rows are fetched ahead if there is room and it
+    gains. If a program cannot also sum a row's columns, `norm_columns` does.
 
     Args:
-        rms: RMSNorm, with one sum per column, so longer rows can be summed.
+        rms: RMSNorm, with one sum per column.
         staged: with an activation or dropout, which take registers.
-        fetched: bytes read per column, weight and bias included.
+        fetched: bytes read per column.
     """
     cols, width = int(cols), _width(itemsize)
     longest = _NORM_CHUNK // 2 if staged else _LONGEST_ROW if rms else _NORM_CHUNK
@@ -261,7 +256,7 @@ def chain(cols: int | None) -> Plan:
 def quantize(cols: int, itemsize: int, divided: bool) -> Plan:
     """For codes: a row in one block, as for softmax, or in independent parts, `divided`.
 
-    A thread has 128 bytes of a row: codes take instructions more than bandwidth, and a thread's own cost many.
+    A thread has 128 bytes of a row.
     """
     layout = row_plan(cols, itemsize > 4)
     block, rows = layout.block, layout.rows
@@ -297,7 +292,6 @@ def rotary(half: int, cols: int, heads: tuple[int, int], warp_size: int) -> Rota
     Args:
         half, cols: rotated pairs of columns, and all columns of a head.
         heads: of query and key; 0 for no key.
-        warp_size: the device's; sixteen warps on a multiprocessor share the tiles.
     """
     block, others = _power_of_two(int(half)), int(cols) - 2 * int(half)
     rest = _power_of_two(others) if others else 0
@@ -334,7 +328,7 @@ class Device:
     rounds_float8: bool = False
 
     def warps(self, count: int) -> int:
-        """The device's warps that have the threads of `count` warps of 32."""
+        """`count` warps of 32 threads as the device's."""
         return max(1, count * 32 // self.warp_size)
 
     def programs(self, plan: Plan, rows: int, beside: int = 1) -> int:
@@ -349,7 +343,7 @@ class Device:
         return torch.sym_min(most, torch.sym_max(few, tiles // 2))  # type: ignore[no-any-return]
 
     def registers_of(self, plan: Plan) -> int | None:
-        """Registers per thread that let all persistent programs run at once, or None; compilers may choose more."""
+        """Registers per thread that let all persistent programs run at once, or None."""
         if plan.resident <= 1 or not self.registers:
             return None
         most = self.registers // (32 * plan.warps * plan.resident)

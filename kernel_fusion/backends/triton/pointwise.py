@@ -69,7 +69,7 @@ class _Walk:
     """How the kernels pass through the memory of y.
 
     Attributes:
-        strides: of y and of gradients of its shape; is_contiguous: whether they are contiguous.
+        strides: of y and of gradients of its shape; perhaps they are contiguous.
         a, b: the operands, copied if their dimensions cannot be described.
         rows: the outer dimensions; None if y is one row and the operands lie like it.
         steps: column strides of the operands.
@@ -126,7 +126,7 @@ def _walk(c: Chain) -> _Walk:
 
 @operator("pointwise_fwd")
 def forward(c: Chain, out_dtype: torch.dtype | None) -> Tensor:
-    """y, with the strides and, without `out_dtype`, the dtype that PyTorch's pointwise operations give it."""
+    """y, with the strides and, without `out_dtype`, the dtype that PyTorch gives it."""
     require("triton_pointwise_fwd", [c.a, c.b, c.seed], (out_dtype is None or out_dtype in checks.FLOATING) and c.taken)
     walk = _walk(c)
     y = walk.like(walk.a, out_dtype or c.dtype)

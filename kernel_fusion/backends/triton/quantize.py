@@ -58,7 +58,7 @@ def quantized_row_norm(
     keeps: bool,
     norm: _Norm,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes and scales of a norm's y; that where it is kept; and h, without elements where there is no residual."""
+    """Codes and scales of a norm's y; that where it is kept; and h, empty without a residual."""
     call = NormCall(input, residual, *norm)
     checks.staged_row_norm(call)
     fits = _fits(input, dtype, scale, block) and (call.num_dims == 1 or scale is not None)
@@ -80,14 +80,12 @@ def quantized_row_norm(
 
 
 def _codes(input: Tensor, dtype: torch.dtype, scale: Tensor | None, group: int) -> dict[str, Any]:
-    """The constants that say what codes a kernel makes."""
     rounds = dtype.is_floating_point and plan.device_of(input.device).rounds_float8
     name = str(dtype).removeprefix("torch.")
     return {"codes": name, "largest": LARGEST[dtype], "group": group, "given": scale is not None, "rounds": rounds}
 
 
 def _empty(like: Tensor, dtype: torch.dtype, scale: Tensor | None, block: int) -> tuple[Tensor, Tensor]:
-    """Memory for codes and scales."""
     values = torch.empty(like.shape, dtype=dtype, device=like.device)
     return values, empty_scales(like, block) if scale is None else like.new_empty(0, dtype=torch.float32)
 

@@ -26,7 +26,6 @@ _MAPS = {"sum_squared": "square", "mean_abs": "abs"}
 
 
 def _canonical(dim: Sequence[int], ndim: int) -> list[int]:
-    """The reduced dimensions in order; none given means all."""
     return sorted(d % ndim for d in dim) if len(dim) else list(range(ndim))
 
 
@@ -84,7 +83,7 @@ def _reduce(x: Tensor, map: str, wide: torch.dtype, dtype: torch.dtype, count: i
         blocks, kernel = -(-inner[0] // layout.block) * outer, kernels.reduce_columns
         args = x, out, length, section, *inner, *x.stride()[:2], divisor
     else:
-        # A row is added up by chunks, so that only the shortest rows' plans depend on their length.
+        # Rows are added up by chunks, so that only the shortest have plans of their own.
         layout = plan.row_plan(min(length, plan.CHUNK), is_wide)
         blocks, kernel = -(-outer // layout.rows), kernels.reduce_rows
         args = x, out, outer, length, section, x.stride(0), divisor
@@ -95,8 +94,7 @@ def _reduce(x: Tensor, map: str, wide: torch.dtype, dtype: torch.dtype, count: i
 def sum_partials(partials: Tensor, programs: int, outputs: Sequence[Tensor], many: bool = False) -> None:
     """Add partial rows, the first sum's before the second's, into one or two outputs of one row.
 
-    They lie in a flat tensor. Inductor would copy one with a dimension of programs, whose number depends on that of the
-    rows, because it cannot know the strides.
+    They lie in a flat tensor: Inductor would copy one with a dimension of programs, whose number it cannot know.
     """
     cols, pair = outputs[0].numel(), len(outputs) == 2
     device = plan.device_of(partials.device)

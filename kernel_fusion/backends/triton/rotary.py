@@ -35,7 +35,7 @@ def _readable(c: Rotary) -> Rotary:
 
 
 def _tables(c: Rotary) -> tuple[Tensor, Tensor, int, list[int]]:
-    """cos and sin, which lie alike; and the strides of examples (0 if they share a table) and rows, in this unit."""
+    """cos and sin, which lie alike; their unit; and in it the strides of examples and rows."""
     cos, sin = c.cos, c.sin
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
@@ -66,8 +66,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of query, key and their weights; unwanted ones have no elements.
 
-    With a norm, query and key are both there, even if nothing is wanted of one: the sums of the other's weight depend
-    on the heads of both. What arrives at that one may be None. Without a norm dy and dy_key stand in their places.
+    With a norm both query and key are there, since the sums of either's weight depend on the heads of both. Without one
+    dy and dy_key stand in their places.
     """
     takes = _takes(c) and shaped(c.query.shape, dy) and floating(dy, dy_key) and len(wants) == 4
     takes = takes and (dy_key is None if c.key is None else shaped(c.key.shape, dy_key))
@@ -171,7 +171,7 @@ class QKNormRope(torch.autograd.Function):
 
 
 def _differentiable(*args: Any) -> list[Tensor | None]:
-    """The gradients as functions that can be differentiated: a rotation the other way, or those of the definition."""
+    """A rotation the other way, or the definition's gradients."""
     dy, dy_key, query, key, query_weight, key_weight, cos, sin, positions, eps, *rest, wants = args
     if eps is None:
         turned = torch.ops.kernel_fusion.qk_norm_rope_reference(

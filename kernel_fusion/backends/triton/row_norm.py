@@ -40,7 +40,6 @@ class Operands(NamedTuple):
     Attributes:
         read: tensors: rows, vectors and the seed.
         numbers: the kernels' numbers, except how many programs a group has.
-        groups: how many there are.
     """
 
     read: list[Tensor | None]
@@ -64,7 +63,7 @@ class Operands(NamedTuple):
         registers: int | None = None,
         **constants: Any,
     ) -> None:
-        """Launch `per_group` programs for each group, along the first axis of the grid; `others` are further axes."""
+        """Launch `per_group` programs for each group; `others` are further axes of the grid."""
         exact = self.cols % layout.block == 0
         values = compiled.of(layout, exact=exact, **self.constants | constants)
         args = *self.read, *results, per_group, *self.numbers
@@ -273,7 +272,7 @@ class Backward(NamedTuple):
             self.sum_columns(call, results, wants)
 
     def sum_columns(self, call: Operands, results: Sequence[Tensor], wants: Sequence[bool]) -> None:
-        """Fill the wanted gradients of vectors by a kernel of their own, which makes dgate of the other row's."""
+        """Fill the wanted gradients of vectors by a kernel of their own."""
         device, layout = plan.device_of(self.h.device), plan.norm_columns(self.h.dtype.itemsize)
         beside = -(-call.cols // layout.block)
         programs = device.programs(layout, call.numbers[0], beside * call.groups)
@@ -284,7 +283,6 @@ class Backward(NamedTuple):
         _add_up(partials, programs, results, wants, call.groups > 1)
 
     def _partials(self, size: int, wants: Sequence[bool]) -> list[Tensor]:
-        """Memory for partial sums, `size` numbers each."""
         counts = wants[2] + wants[3], int(wants[4])
         return [torch.empty(count * size, dtype=self.stats.dtype, device=self.h.device) for count in counts]
 
@@ -302,7 +300,7 @@ def _add_up(
 def backward(
     input_dtype: torch.dtype, bias_dtype: torch.dtype | None, wants: Sequence[bool], call: Backward
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dx, the other row's gradient, dweight, dbias and that of the residual's gate; unwanted ones are empty."""
+    """The gradients of x, the other row, weight, bias and the residual's gate; unwanted ones are empty."""
     call.require("triton_row_norm_bwd", wants, input_dtype, bias_dtype)
     s, h = call.stages, call.h
     other = other_row(s, None)

@@ -66,7 +66,7 @@ def gradients(ctx: Any, grads: tuple[Any, ...], through: Callable[..., list[Tens
 
 
 def _saved(ctx: Any) -> tuple[NormCall, Any, Any]:
-    """The call, whose input is None if it was not kept; h if it was stored; and the statistics."""
+    """The call, without an input that was not kept; h, if stored; and the statistics."""
     x, h, weight, bias, stats, *others = ctx.saved_tensors
     stages = ctx.call.stages._replace(**dict(zip(TENSORS, others, strict=True)))
     return ctx.call._replace(input=x, weight=weight, bias=bias, stages=stages), h, stats

@@ -1,7 +1,6 @@
 """LayerNorm and RMSNorm of rows whose other columns are on other ranks: the operators on the kernels, and autograd.
 
-Either direction has two operators, between which the caller adds up sums of rows over the ranks. A rank without columns
-or rows launches nothing and adds zeros.
+Either direction has two operators, between which the caller adds up sums of rows over the ranks.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ def backward_apply(
     other, gate = other_row(s, None), s.residual_gate
     shape = checks.parameter_shape(h, call.num_dims, s.grouped, *call.vectors)
     dtypes = input_dtype, (h if other is None else other).dtype, input_dtype if gate is None else gate.dtype
-    made = [wants[0], wants[1] or wants[2], wants[2]]  # dgate is made of the gradient of the residual
+    made = [wants[0], wants[1] or wants[2], wants[2]]
     dx, dother, dgate = (
         _memory(h, *(of if wanted else [0]), dtype=dtype)
         for of, dtype, wanted in zip((h.shape, h.shape, shape), dtypes, made, strict=True)
@@ -120,7 +119,7 @@ def backward_apply(
 
 
 class NormOfParts(torch.autograd.Function):
-    """Autograd of the norm; arguments as for `kernel_fusion::staged_row_norm`, and what joins the ranks' sums."""
+    """Autograd of the norm; its last argument joins the ranks' sums."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
@@ -164,7 +163,7 @@ def _backward(
 
 
 def staged_row_norm(join: Join, *args: Any) -> tuple[Tensor, Tensor]:
-    """`kernel_fusion::staged_row_norm` of a rank's columns; `join` adds up a tensor over the ranks, in place."""
+    """`kernel_fusion::staged_row_norm` of a rank's columns."""
     c = norm_call(*args)
     checks.staged_row_norm(c)
     apply_norm: Callable[..., tuple[Tensor, Tensor]] = NormOfParts.apply

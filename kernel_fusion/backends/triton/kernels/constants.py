@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import cache
 from typing import Any
 
 import triton
@@ -22,10 +21,7 @@ from kernel_fusion.core.spec import Stages
 
 
 def kernel(*specialised: str) -> Callable[[Callable[..., Any]], Any]:
-    """A decorator of kernels, which are compiled once for any numbers, except those `specialised`.
-
-    Lengths and outer strides count in steps of the constant `unit`.
-    """
+    """A decorator of kernels, which are compiled once for any numbers, except those `specialised`."""
 
     def of(function: Callable[..., Any]) -> Any:
         numbers = [name for name in inspect.signature(function).parameters if name != "C" and not name.endswith("_ptr")]
@@ -40,14 +36,12 @@ class Constants:
 
     Attributes:
         wide: computed in float64, else in float32.
-        rows, block: the tile of a program, rows times columns.
         chained: launched while the kernel before it runs.
 
     Several subclasses have these:
-        unit: elements that lengths and strides count; a divisor that the compiler knows.
+        unit: elements that lengths and outer strides count; a divisor that the compiler knows.
         flat: whether rows have one stride.
         exact: whether blocks divide rows, so that no column needs a mask.
-        looped: whether rows are read a block at a time.
     """
 
     wide: bool
@@ -57,8 +51,9 @@ class Constants:
 
     @classmethod
     def of(cls, layout: Plan, **values: Any) -> Any:
-        """The constants with these values, and with the layout's of the same names."""
-        return cls(**{name: getattr(layout, name) for name in _shared(cls, type(layout))}, **values)
+        """These values, and the layout's of the same names."""
+        laid = {name: value for name, value in vars(layout).items() if name in cls.__dataclass_fields__}
+        return cls(**laid, **values)
 
     def __post_init__(self) -> None:
         """Triton 3.6 passes no plain str on."""
@@ -78,18 +73,12 @@ class Constants:
         return f"__import__({__name__!r}, fromlist=['_']).{type(self).__name__}({values})"
 
 
-@cache
-def _shared(constants: type[Constants], layout: type[Plan]) -> list[str]:
-    """Names that both have."""
-    return [field.name for field in fields(layout) if field.name in constants.__dataclass_fields__]
-
-
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RowNorm(Constants, Stages):
     """The norms, with their stages.
 
     Attributes:
-        has_weight, ...: whether there is one. With a residual, backward reads h.
+        has_weight, ...: whether there is one.
         part: whether other ranks have other columns, and rows' sums are wanted; joined: these are given, of all ranks.
     """
 
@@ -182,7 +171,7 @@ class SumPartials(Constants):
     """The finish of the column sums.
 
     Attributes:
-        pair: of two; axis 1 of the grid says which.
+        pair: of two.
         many: perhaps more columns than 32 bits count.
     """
 
@@ -198,7 +187,6 @@ class Pointwise(Constants):
         scale: multiplies the chain, and dropout's.
         flat: whether everything is one long row.
         simple: whether there is a single outer dimension.
-        backward: whether the results are gradients.
     """
 
     combine: str
@@ -231,7 +219,7 @@ class Softmax(Constants):
     """Softmax.
 
     Attributes:
-        mask: "none", "bool" or "additive"; causal: whether there is a diagonal. Both are forward's.
+        mask: "none", "bool" or "additive"; causal: whether there is a diagonal.
         leaves_out: whether elements are left out, which are then zero.
     """
 
@@ -250,8 +238,7 @@ class Rotary(Constants):
 
     Attributes:
         cols, half: columns of a head, and rotated pairs of them.
-        rest: a block for the other columns, or 0.
-        narrow_angles: cosines have the heads' type.
+        narrow_angles: cosines have their type.
     """
 
     cols: int

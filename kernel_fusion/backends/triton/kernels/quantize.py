@@ -89,7 +89,7 @@ def encode(v, scale, C: tl.constexpr):
 
 @triton.jit
 def given_scale(ptr, C: tl.constexpr):
-    """The scale, if it is given, as `encode` takes it."""
+    """A given scale, as `encode` takes it."""
     s = tl.full([1, 1], 1.0, tl.float32)
     if C.given:
         s = s * tl.load(ptr)
@@ -98,7 +98,7 @@ def given_scale(ptr, C: tl.constexpr):
 
 @triton.jit
 def store_codes(vs, scale, to, v_row, row_mask, start, col, num_cols, C: tl.constexpr):
-    """Codes of rows in registers, in tiles beside each other, 0 outside the row; and scales that `scale` is not."""
+    """Codes of rows in tiles side by side, 0 outside the row; and scales, unless `scale` is theirs."""
     codes_ptr, scales_ptr, num_rows, row = to
     HEIGHT: tl.constexpr = vs[0].shape[0]
     WIDTH: tl.constexpr = vs[0].shape[1]

@@ -261,7 +261,7 @@ def rotary(
 ):
     """The results of query and key; or, C.backward, their gradients, and partial sums of their weights'.
 
-    Forward has a program for each tile of each token. Strides are those of dy, x and the results.
+    Strides are those of dy, x and the results.
     """
     ROWS: tl.constexpr = C.rows
     BLOCK: tl.constexpr = C.block

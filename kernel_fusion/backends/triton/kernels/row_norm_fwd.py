@@ -3,7 +3,7 @@
     u = dropout(pre_activation(x)), h = residual + gate * u, y = activation(norm(h) * (offset + weight) + bias)
 
 or with a gate: h = x * gate_activation(gate), if that comes first, or y = (norm(x) * ...) * gate_activation(gate). The
-residual or the gate is the other row. Groups of rows may have their own weight and bias.
+residual or the gate is the other row.
 
 A program has ROWS whole rows, each in PIECES blocks of columns, or one row whose blocks are cut in SLICES: x is read
 once, and the variance is that of deviations from the mean. Longer rows (LOOPED) are read twice, a block at a time:
@@ -321,7 +321,7 @@ def row_norm_fwd(
 
     `num_rows` is that of samples, each of which has a row in every group. C.part: h, and instead of statistics the sums
     of squares and of values. C.joined: these, added up over the ranks, take the place of h, and y comes of them.
-    C.codes: codes of y, and instead of statistics their scales, which may be given; y, if C.keeps.
+    C.codes: codes of y, and instead of statistics their scales, which may be given.
     """
     num_cols = col_units * C.unit
     # Divided before anything is waited for; the compiler would move an approximate division between the sums.

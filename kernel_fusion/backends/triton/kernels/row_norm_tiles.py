@@ -111,7 +111,7 @@ def statistics_of(stats_ptr, row, num_stats, row_mask, C: tl.constexpr):
 
 @triton.jit
 def rows_at(sample, group, lengths, strides, steps, C: tl.constexpr):
-    """Rows of samples in a group: their numbers, their beginnings in what is read and in results, and which exist."""
+    """Rows of samples in a group: their numbers, beginnings in each tensor, and which exist."""
     num_rows, num_cols, middle, inner = lengths
     row_mask = sample < num_rows
     row = row_of(sample, group, steps, C)

@@ -1,7 +1,6 @@
 """Where rows lie, the type that a kernel computes in, and programmatic dependent launch.
 
-A chained kernel starts while the one before it still runs, and touches no memory before it has waited until all earlier
-launches are done.
+A chained kernel starts while the one before it runs, and waits for all earlier launches before it touches memory.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def wait_for_previous_kernel(CHAINED: tl.constexpr):
-    """Before memory is touched; a kernel that is not chained waits for nothing."""
+    """Before memory is touched, if the kernel is chained."""
     if CHAINED:  # pragma: gpu
         tl.extra.cuda.gdc_wait()
 
@@ -138,7 +137,7 @@ def load(ptr, offset, mask, WIDE: tl.constexpr, LAST: tl.constexpr = False):
 
 @triton.jit
 def store(ptr, offset, values, mask, LAST: tl.constexpr = False):
-    """A tile, rounded to the tensor's type. LAST: beside the last of two readings."""
+    """A tile, rounded to the tensor's type."""
     policy: tl.constexpr = "evict_first" if LAST else ""
     tl.store(ptr + offset, values.to(ptr.dtype.element_ty), mask=mask, eviction_policy=policy)
 
