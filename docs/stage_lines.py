@@ -19,7 +19,7 @@ PLACES = {
     "definition": ("backends/eager/*.py",),
     "CPU": ("native/extension/cpu/row_norm*.h", "native/extension/cpu/kernels/row_norm*.cpp"),
     "CUDA": ("native/kernels/row_norm*.cuh", "native/kernels/stages.cuh", "native/kernels/gradients.cuh"),
-    "Triton": ("backends/triton/kernels/row_norm*.py", "backends/triton/kernels/stages.py"),
+    "Triton": ("backends/triton/kernels/row_norm*.py",),
     "verbs, modules": ("functional/*norm.py", "nn/*norm.py", "nn/stages.py"),
 }
 # Names that kernels have for a stage, beside those of its fields.

@@ -223,6 +223,7 @@ def right_triton_calls(device: str) -> dict[str, list[Arguments]]:
         "triton_qk_norm_rope_fwd": calls["qk_norm_rope"],
         "triton_qk_norm_rope_bwd": [
             {"wants" if name == "output_mask" else name: value for name, value in call.items()}
+            | ({"query": call["dy"], "key": call["dy_key"]} if call["eps"] is None else {})
             for call in calls["qk_norm_rope_bwd"]
         ],
     }  # fmt: skip

@@ -174,7 +174,7 @@ _OF_TRITON = (
     ),
     Mutant(
         "triton: backward of dropout does not scale", f"{_TRITON}/row_norm_tiles.py",
-        "dh * C.kept_scale, 0.0)", "dh, 0.0)",
+        "dh = _dropped(dh,", "dh = _dropped(dh / C.kept_scale,",
         "tests/test_triton.py::test_within_budget -k add_layer_norm",
     ),
     Mutant(

@@ -137,8 +137,8 @@ def test_within_budget(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every verb, stage, activation, dtype and direction is within the oracle's budget."""
     if DEVICE != "cuda" and case.shape[-1] > 4096:
         # Sixteen columns a program are a thousand programs, each of which takes the interpreter as long as a wide one.
-        narrow = plan.partial_sums(32)
-        monkeypatch.setattr(plan, "partial_sums", lambda _: replace(narrow, block=1024))
+        narrow = plan.partial_sums()
+        monkeypatch.setattr(plan, "partial_sums", lambda: replace(narrow, block=1024))
     check(case, TRITON)
 
 
@@ -397,17 +397,17 @@ def test_explain(name: str) -> None:
 def test_plans_fit(cols: int, warp_size: int, itemsize: int, rms: bool, staged: bool) -> None:
     """Up to 8 blocks, powers of two, hold a row, or it is looped over; a program has 1024 threads at most."""
     plans = [
-        plan.norm_forward(cols, itemsize, warp_size, rms),
-        plan.norm_backward(cols, itemsize, warp_size, rms, staged, 3 * itemsize, 232448),
-        plan.softmax_backward(cols, itemsize == 8, warp_size),
-        plan.norm_columns(itemsize, warp_size),
-        plan.columns(cols, warp_size),
-        plan.chain(cols, warp_size),
+        plan.norm_forward(cols, itemsize, rms),
+        plan.norm_backward(cols, itemsize, rms, staged, 3 * itemsize, 232448),
+        plan.softmax_backward(cols, itemsize == 8),
+        plan.norm_columns(itemsize),
+        plan.columns(cols),
+        plan.chain(cols),
     ]
     for one in plans:
         assert one.block & (one.block - 1) == 0
         assert one.block % (64 * one.slices) == 0 or one.slices == 1
-        assert one.warps * warp_size <= 1024
+        assert plan.Device(1, warp_size).warps(one.warps) * warp_size <= 1024
     for one in plans[:3]:
         assert one.pieces <= 8
         assert one.looped or one.pieces * one.block >= cols > (one.pieces - 1) * one.block
@@ -416,10 +416,10 @@ def test_plans_fit(cols: int, warp_size: int, itemsize: int, rms: bool, staged: 
 def test_persistent_programs_fit_beside_each_other() -> None:
     """Registers are bounded where several programs share a multiprocessor and would otherwise take too many."""
     device = plan.Device(132, 32, 232448, registers=65536, chained=True)
-    two = plan.norm_backward(4096, 2, 32, False, False, 6, device.shared_bytes)
+    two = plan.norm_backward(4096, 2, False, False, 6, device.shared_bytes)
     assert device.registers_of(two) == 128
-    assert device.registers_of(plan.norm_backward(8192, 2, 32, False, False, 6, device.shared_bytes)) is None
-    assert device.registers_of(plan.norm_backward(256, 4, 32, False, False, 12, device.shared_bytes)) is None
+    assert device.registers_of(plan.norm_backward(8192, 2, False, False, 6, device.shared_bytes)) is None
+    assert device.registers_of(plan.norm_backward(256, 4, False, False, 12, device.shared_bytes)) is None
     assert plan.Device(304, 64).registers_of(two) is None
 
 
@@ -431,7 +431,7 @@ def test_persistent_programs_fit_beside_each_other() -> None:
 def test_how_many_programs_walk_through_the_rows(rows: int, wanted: int, of_four: int) -> None:
     """One for each tile of 4 rows, then for every other; partial sums of more would cost more than they gain."""
     device = plan.Device(132, 32, 232448, registers=65536, chained=True)
-    layout = plan.norm_backward(512, 2, 32, False, False, 6, device.shared_bytes)
+    layout = plan.norm_backward(512, 2, False, False, 6, device.shared_bytes)
     assert (layout.rows, layout.resident) == (4, 8)
     assert device.programs(layout, rows) == wanted
     assert device.programs(layout, rows, beside=4) == of_four
@@ -444,7 +444,7 @@ def test_how_many_programs_walk_through_the_rows(rows: int, wanted: int, of_four
 )
 def test_which_programs_let_the_next_kernel_start(cols: int, itemsize: int, wanted: bool) -> None:
     """Programs of several warps with a row to themselves do."""
-    assert plan.norm_forward(cols, itemsize, 32, False).releases is wanted
+    assert plan.norm_forward(cols, itemsize, False).releases is wanted
 
 
 @pytest.mark.parametrize(
@@ -453,7 +453,7 @@ def test_which_programs_let_the_next_kernel_start(cols: int, itemsize: int, want
 )
 def test_which_persistent_programs_are_chained(cols: int, itemsize: int, wanted: bool) -> None:
     """Programs that keep their rows are."""
-    assert plan.norm_backward(cols, itemsize, 32, False, False, 3 * itemsize, 232448).chained is wanted
+    assert plan.norm_backward(cols, itemsize, False, False, 3 * itemsize, 232448).chained is wanted
 
 
 def _chain_of_norms(settle: Callable[[], None]) -> list[Tensor]:

@@ -31,8 +31,7 @@ _KERNELS = {
     ("quantize_rows", False),
     ("quantize_rows", True),
     ("row_norm_bwd", True),
-    ("rotary_fwd", False),
-    ("rotary_bwd", False),
+    ("rotary", False),
     ("softmax_fwd", True),
     ("softmax_bwd", True),
 }

@@ -81,9 +81,9 @@ def record(calls: Callable[[], None], device: plan.Device = _DEVICES["90"]) -> l
     ) -> None:
         first = next(arg for arg in args if isinstance(arg, Tensor))
         pointers = tuple(first if arg is None else arg for arg in args)
-        launches.append(Launch(kernel, pointers, warps, registers, constants))
+        launches.append(Launch(kernel, pointers, device.warps(warps), registers, constants))
 
-    families = (row_norm, row_norm_parts, pointwise, reduce, rotary, softmax, quantize)
+    families = (row_norm, pointwise, reduce, rotary, softmax, quantize)
     originals = [family.launch for family in families], plan.device_of
     try:
         for family in families:
@@ -311,7 +311,7 @@ def each_kernel(arch: str) -> list[Launch]:
             )
             found.setdefault((launch.kernel, *map(bool, kind)), launch)
     for launch in record(partial(heads, 2, 128, 64, torch.bfloat16), _DEVICES[arch]):
-        found.setdefault((launch.kernel, False), launch)
+        found.setdefault((launch.kernel, getattr(launch.constants, "backward", False)), launch)
     return [*found.values()]
 
 

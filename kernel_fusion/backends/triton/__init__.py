@@ -1,7 +1,7 @@
 """The Triton backend: every verb on kernels that run wherever Triton does.
 
 This file imports no Triton. `operators` does, when first needed (`kernel_fusion.operators.fallback`), and defines
-`torch.ops.kernel_fusion.triton_*`. `serve` calls those, and tracers can follow it.
+`torch.ops.kernel_fusion.triton_*`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ def needs_definition(values: Sequence[Tensor | None], others: Sequence[Tensor | 
 
     Args:
         values: the tensors that it computes with.
-        others: a seed, a boolean mask.
     """
     tensors = [t for t in (*values, *others) if t is not None]
     for t in tensors:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,13 +25,17 @@ def plan_lines(verb: str, arguments: dict[str, Any]) -> tuple[str, ...]:
         return _norm_lines(verb, shape if isinstance(shape, int) else math.prod(shape), arguments, device)
     if verb in ("softmax", "attention_scores"):
         cols = first.shape[arguments["dim"]] if verb == "softmax" else arguments["key"].shape[-2]
-        forward = plan.row_plan(cols, wide, device.warp_size)
-        return f"forward: {forward}", f"backward: {plan.softmax_backward(cols, wide, device.warp_size)}"
+        layouts = plan.row_plan(cols, wide), plan.softmax_backward(cols, wide)
+        return f"forward: {_shown(layouts[0], device)}", f"backward: {_shown(layouts[1], device)}"
     if verb in ("rope", "qk_norm_rope"):
         return _rotary_lines(first, arguments, device)
     if verb in ("sum_squared", "mean_abs"):
         return (f"sections of {plan.ROW_SECTION} in a row, of {plan.COLUMN_SECTION} down the columns",)
-    return (f"forward, backward: {plan.chain(None, device.warp_size)}, or rows where operands are broadcast",)
+    return (f"forward, backward: {_shown(plan.chain(None), device)}, or rows where operands are broadcast",)
+
+
+def _shown(layout: plan.Plan, device: plan.Device) -> str:
+    return str(replace(layout, warps=device.warps(layout.warps)))
 
 
 def _rotary_lines(x: Tensor, arguments: dict[str, Any], device: plan.Device) -> tuple[str, ...]:
@@ -39,10 +44,11 @@ def _rotary_lines(x: Tensor, arguments: dict[str, Any], device: plan.Device) -> 
     counts = x.shape[heads], 0 if key is None else key.shape[heads]
     layout = plan.rotary(arguments["cos"].shape[-1], x.shape[-1], counts, device.warp_size)
     if key is None:
-        return (f"forward, backward: {layout}",)
+        return (f"forward, backward: {_shown(layout, device)}",)
     tokens = x.numel() // max(1, x.shape[heads] * x.shape[-1])
-    programs = device.programs(layout.persistent, tokens * layout.tiles)
-    return f"forward: {layout}", f"backward: {layout}, shared by {programs} programs where weights have gradients"
+    programs = device.programs(layout, tokens * layout.tiles * layout.rows)
+    shown = _shown(layout, device)
+    return f"forward: {shown}", f"backward: {shown}, shared by {programs} programs where weights have gradients"
 
 
 def _norm_lines(verb: str, cols: int, arguments: dict[str, Any], device: plan.Device) -> tuple[str, ...]:
@@ -62,14 +68,14 @@ def _norm_lines(verb: str, cols: int, arguments: dict[str, Any], device: plan.De
     dtypes += [t.dtype for t, needed in ((weight, True), (bias, reads_bias)) if t is not None and needed]
     sizes = sum(dtype.itemsize for dtype in dtypes), device.shared_bytes
     itemsize = h.dtype.itemsize
-    backward = plan.norm_backward(cols, itemsize, device.warp_size, "rms" in verb, stages.any, *sizes)
-    forward = plan.norm_forward(cols, x.dtype.itemsize, device.warp_size, "rms" in verb)
-    lines = f"forward: {forward}", f"backward: {backward}"
+    backward = plan.norm_backward(cols, itemsize, "rms" in verb, stages.any, *sizes)
+    forward = plan.norm_forward(cols, x.dtype.itemsize, "rms" in verb)
+    lines = f"forward: {_shown(forward, device)}", f"backward: {_shown(backward, device)}"
     samples = x.numel() // max(1, cols * groups)
     of_groups = "" if groups == 1 else f" for each of {groups} groups"
     if backward.resident > 0:
         return *lines[:1], f"{lines[1]}, {device.programs(backward, samples, groups)} programs{of_groups}"
-    columns = plan.norm_columns(itemsize, device.warp_size)
+    columns = plan.norm_columns(itemsize)
     beside = -(-cols // columns.block)
     programs = device.programs(columns, samples, beside * groups)
-    return *lines, f"dweight, dbias: {columns}, {programs} by {beside} programs{of_groups}"
+    return *lines, f"dweight, dbias: {_shown(columns, device)}, {programs} by {beside} programs{of_groups}"

@@ -1,10 +1,14 @@
-"""Launches a kernel: for real, traced by torch.compile, or in Triton's interpreter."""
+"""Operators on kernels, and their launches: for real, traced by torch.compile, or in Triton's interpreter."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
-from typing import Any
+from functools import wraps
+from itertools import islice
+from typing import Any, get_type_hints
 
 import numpy as np
 import torch
@@ -12,11 +16,57 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import py_sym_types
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
+from kernel_fusion.backends.triton import plan
 from kernel_fusion.backends.triton.kernels.constants import Constants
 from kernel_fusion.backends.triton.kernels.elementary import INTERPRETED
-from kernel_fusion.backends.triton.plan import Plan
+from kernel_fusion.core.stages import ARGUMENTS, Given
 
 launches: dict[str, int] = {}
+_STAGE_TYPES = {"str": str, "float": float, "bool": bool, "Tensor?": Tensor | None}
+
+
+def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """A decorator that defines `kernel_fusion::triton_*`; each field of a named tuple is an argument."""
+
+    def define(function: Callable[..., Any]) -> Any:
+        signature = inspect.signature(function, eval_str=True)
+        own = signature.parameters.items()
+        parts = [_part(parameter.annotation) for _, parameter in own]
+
+        @wraps(function)
+        def flat(*args: Any) -> Any:
+            left = iter(args)
+            return function(*[part(left) for part in parts])
+
+        arguments = [argument for name, parameter in own for argument in _arguments(name, parameter.annotation)]
+        # PyTorch makes the schema from this.
+        setattr(flat, "__signature__", signature.replace(parameters=arguments))  # noqa: B010
+        return torch.library.triton_op(f"kernel_fusion::triton_{name}", flat, mutates_args={})
+
+    return define
+
+
+def _part(kind: Any) -> Callable[[Iterator[Any]], Any]:
+    if kind is Given:
+        return lambda left: Given(*left)  # the last; the dispatcher omits its defaults
+    if not hasattr(kind, "_fields"):
+        return next
+    count = len(kind._fields)
+    if [*get_type_hints(kind).values()][-1] is Given:
+        return lambda left: kind(*islice(left, count - 1), Given(*left))
+    return lambda left: kind(*islice(left, count))
+
+
+def _arguments(name: str, kind: Any) -> list[inspect.Parameter]:
+    usual = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    if kind is Given:
+        return [
+            inspect.Parameter(each.name, usual, default=each.default, annotation=_STAGE_TYPES[each.type])
+            for each in ARGUMENTS
+        ]
+    if not hasattr(kind, "_fields"):
+        return [inspect.Parameter(name, usual, annotation=kind)]
+    return [argument for field in get_type_hints(kind).items() for argument in _arguments(*field)]
 
 
 def launch(
@@ -43,7 +93,7 @@ def launch(
         options |= {"launch_pdl": True} if constants.chained else {}
         options |= {"maxnreg": registers} if registers else {}
     with _on(first.device):
-        wrapped[grid](*pointers, C=constants, num_warps=warps, **options)
+        wrapped[grid](*pointers, C=constants, num_warps=plan.device_of(first.device).warps(warps), **options)
 
 
 def _for_inductor(constants: Constants) -> Constants:
@@ -52,16 +102,6 @@ def _for_inductor(constants: Constants) -> Constants:
     numbers = {name: guard_scalar(value) for name, value in values.items() if isinstance(value, py_sym_types)}
     changes: dict[str, Any] = numbers | {"chained": False}
     return replace(constants, **changes)
-
-
-def tile(plan: Plan) -> dict[str, Any]:
-    """The constants of a tile."""
-    return {"rows": plan.rows, "block": plan.block}
-
-
-def row_tile(plan: Plan, cols: int) -> dict[str, Any]:
-    """The constants of a tile of rows."""
-    return {**tile(plan), "exact": cols % plan.block == 0}
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:

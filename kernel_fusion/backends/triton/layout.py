@@ -31,6 +31,12 @@ class Rows:
         """Whether one stride is enough."""
         return self.middle == 1 and self.inner == 1
 
+    def in_units(self, cols: int, *others: int) -> tuple[int, list[int]]:
+        """The unit, which divides `others` too; and in it lengths, and strides of at least two tensors."""
+        strides = [stride for of in (self.strides * 2)[: max(2, len(self.strides))] for stride in of]
+        size = unit(cols, *strides, *others)
+        return size, [self.count, cols // size, self.middle, self.inner, *(stride // size for stride in strides)]
+
 
 def unit(*lengths: int) -> int:
     """The largest power of two, at most 16, that divides all lengths."""
@@ -39,20 +45,14 @@ def unit(*lengths: int) -> int:
 
 def merge(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
     """Drop dimensions of size 1, and merge those that have one stride in every tensor."""
-    merged: list[int] = []
-    steps: list[list[int]] = [[] for _ in strides]
-    for dim, size in enumerate(sizes):
+    merged: list[tuple[int, ...]] = []  # size and strides
+    for size, *steps in zip(sizes, *strides, strict=True):
         if size == 1:
             continue
-        if merged and all(step[-1] == of[dim] * size for step, of in zip(steps, strides, strict=True)):
-            merged[-1] = merged[-1] * size
-            for step, of in zip(steps, strides, strict=True):
-                step[-1] = of[dim]
-        else:
-            merged.append(size)
-            for step, of in zip(steps, strides, strict=True):
-                step.append(of[dim])
-    return merged, steps
+        if merged and all(outer == step * size for outer, step in zip(merged[-1][1:], steps, strict=True)):
+            size *= merged.pop()[0]
+        merged.append((size, *steps))
+    return [size for size, *_ in merged], [[dim[1 + i] for dim in merged] for i in range(len(strides))]
 
 
 def outer_rows(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> Rows | None:
@@ -62,12 +62,10 @@ def outer_rows(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> Rows |
     count = prod(sizes)
     middle = sizes[1] if len(sizes) == _MAX_OUTER else 1
     inner = sizes[-1] if len(sizes) > 1 else 1
-    padded = []
-    for of in strides:
-        first = of[0] if of else 0
-        last = of[-1] if len(of) > 1 else 0
-        padded.append((first, of[1] if len(of) == _MAX_OUTER else 0, last))
-    return Rows(count, middle, inner, tuple(padded))
+    three = (
+        (of[0] if of else 0, of[1] if len(of) == _MAX_OUTER else 0, of[-1] if len(of) > 1 else 0) for of in strides
+    )
+    return Rows(count, middle, inner, tuple(three))
 
 
 def rows_of(tensors: Sequence[Tensor], num_dims: int) -> tuple[list[Tensor], Rows]:

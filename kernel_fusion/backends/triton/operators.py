@@ -1,7 +1,7 @@
 """The Triton backend's verbs: operators `kernel_fusion::triton_*` with the verbs' schemas.
 
 Each sits on the `Autograd` key, so that a tracer keeps it as one node; below, Inductor sees the kernels
-(`torch.library.triton_op`). Without an autograd key, as in inference mode, the same function serves.
+(`torch.library.triton_op`).
 """
 
 from __future__ import annotations
@@ -11,24 +11,18 @@ from typing import Any
 
 import torch
 
+from kernel_fusion.backends.triton import quantize  # noqa: F401 - operators on kernels, without gradients
 from kernel_fusion.backends.triton.pointwise import pointwise
-from kernel_fusion.backends.triton.quantize import quantize, quantized_gate, quantized_row_norm
 from kernel_fusion.backends.triton.reduce import reduce
 from kernel_fusion.backends.triton.rotary import qk_norm_rope
 from kernel_fusion.backends.triton.row_norm_autograd import staged_row_norm
 from kernel_fusion.backends.triton.softmax import softmax
 from kernel_fusion.core import arguments
 
-# Keys are the names that other backends use.
+# Names are those that other backends use.
 VERBS: dict[str, Callable[..., Any]] = {
-    "staged_row_norm": staged_row_norm,
-    "pointwise": pointwise,
-    "reduce": reduce,
-    "softmax": softmax,
-    "qk_norm_rope": qk_norm_rope,
+    function.__name__: function for function in (staged_row_norm, pointwise, reduce, softmax, qk_norm_rope)
 }
-# Operators on the kernels themselves, without gradients.
-QUANTIZED = (quantize, quantized_row_norm, quantized_gate)
 
 
 def define(library: torch.library.Library, schemas: Mapping[str, str]) -> None:

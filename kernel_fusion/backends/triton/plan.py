@@ -2,7 +2,7 @@
 
 A row, or several short ones, lies in one block, the power of two that holds it, if registers hold what is kept. Rows of
 norms, often 3, 5 or 7 times a power of two, lie in a few smaller blocks. No plan depends on the number of rows, so a
-new batch size compiles nothing and changes no bits. docs/notebook/triton.md has the measurements.
+new batch size compiles nothing and changes no bits.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _EXCHANGED_BYTES = 16384
 ROW_SECTION, COLUMN_SECTION = 32768, 1024  # of reductions
 LONGEST_HEAD = 8192
 _MOST_REGISTERS = 255
-# Elements per thread, at one value each; warps of 32 threads per program.
+# Elements per thread, at one value each; warps per program.
 _PER_THREAD = 16
 _MAX_WARPS = 32
-# Bytes of a sector, the unit of transfers.
+# Bytes of a transfer.
 _SECTOR = 32
 
 
@@ -38,9 +38,10 @@ class Plan:
 
     Attributes:
         rows, block: a program's tile, rows times columns.
+        warps: of a program, of 32 threads each.
         pieces: blocks side by side that hold a row.
         looped: whether rows are longer than that and read block by block.
-        slices: parts of a block that a warp loads with one instruction each; their moments are joined.
+        slices: parts of a block that a warp loads with one instruction each.
         early: whether weight and bias are loaded before the row's statistics.
         again: whether backward reads a row again instead of keeping it.
         stages: of the pipeline that fetches rows ahead in a persistent program; 1 for none.
@@ -62,7 +63,7 @@ class Plan:
     def releases(self) -> bool:
         """Whether forward lets the next kernel start as soon as it runs.
 
-        One-warp programs are many, and each release costs time. Beside few programs the next kernel's spread unevenly.
+        One-warp programs are many, and each release costs time.
         """
         return self.rows == 1 and self.warps > 1
 
@@ -85,16 +86,14 @@ def _power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def _warps(elements: int, per_thread: int, warp_size: int) -> int:
-    wanted = _power_of_two(-(-elements // (per_thread * 32)))
-    return max(1, min(_MAX_WARPS, max(4, wanted)) * 32 // warp_size)
+def _warps(elements: int, per_thread: int) -> int:
+    return min(_MAX_WARPS, max(4, _power_of_two(-(-elements // (per_thread * 32)))))
 
 
-def row_plan(cols: int, wide: bool, warp_size: int, longest: int = 32768) -> Plan:
+def row_plan(cols: int, wide: bool, longest: int = 32768) -> Plan:
     """For kernels that keep a row: softmax and reductions.
 
     Args:
-        cols: N; only the next power of two matters.
         wide: computed in float64, which takes twice the registers.
         longest: the longest row that is kept whole, in float32.
     """
@@ -104,21 +103,18 @@ def row_plan(cols: int, wide: bool, warp_size: int, longest: int = 32768) -> Pla
     if looped:
         block = CHUNK
     rows = max(1, min(32, _SHORT_TILE // block))
-    return Plan(rows, block, _warps(rows * block, per_thread, warp_size), looped=looped)
+    return Plan(rows, block, _warps(rows * block, per_thread), looped=looped)
 
 
-def norm_forward(cols: int, itemsize: int, warp_size: int, rms: bool) -> Plan:
+def norm_forward(cols: int, itemsize: int, rms: bool) -> Plan:
     """16 elements per thread up to 8 warps, then as many as registers allow.
 
-    A 2 KB row takes one warp, which waits for nobody; shorter rows share a program that reads as much. Weight and bias
+    A 2 KB row takes one warp, which waits for nobody; shorter rows share a program. Weight and bias
     are loaded early if that costs no program. Slices save LayerNorm an exchange between warps, but cost registers.
-
-    Args:
-        rms: RMSNorm, which has a weight and usually no bias.
     """
     cols, width, narrow = int(cols), _width(itemsize), itemsize <= 2  # it may be a symbol
     if cols > _LONGEST_ROW // width:
-        return Plan(1, _NORM_CHUNK // width, _narrow(16, warp_size), looped=True)
+        return Plan(1, _NORM_CHUNK // width, 16, looped=True)
     rows = 1 if cols > 768 else max(2, 2048 // (_block(cols) * min(4, itemsize)))
     unsliced = not rms and width == 1 and cols * itemsize == 8192
     tall = itemsize == 4 and (cols >= 3072 if rms else cols == 4096)
@@ -127,7 +123,7 @@ def norm_forward(cols: int, itemsize: int, warp_size: int, rms: bool) -> Plan:
     elif unsliced:
         warps = 4 if narrow else 8
     else:
-        warps = _at_most(8, -(-rows * cols * width // 512))
+        warps = 1 << (min(8, -(-rows * cols * width // 512)).bit_length() - 1)
     if tall or cols * width > (16384 if narrow else 8191):
         warps = 32 if cols * width > 16384 and not narrow else 16
     each = cols / (32 * warps)  # per thread
@@ -142,36 +138,33 @@ def norm_forward(cols: int, itemsize: int, warp_size: int, rms: bool) -> Plan:
     most = 512 * warps // itemsize if sliced else _NORM_BLOCK
     least = (16 if tall else 8) * 32 * max(1, warps // rows)  # bytes
     block, pieces = _pieces(cols, least // itemsize, most)
-    return Plan(rows, block, _narrow(warps, warp_size), pieces, slices=warps if sliced else 1, early=early)
+    return Plan(rows, block, warps, pieces, slices=warps if sliced else 1, early=early)
 
 
-def norm_backward(
-    cols: int, itemsize: int, warp_size: int, rms: bool, staged: bool, fetched: int, shared_bytes: int
-) -> Plan:
+def norm_backward(cols: int, itemsize: int, rms: bool, staged: bool, fetched: int, shared_bytes: int) -> Plan:
     """Backward keeps n and g of its rows and, in persistent programs, dweight and dbias.
 
     A program has as many rows as registers allow, which wait together for their sums. Its warps lie side by side;
-    stacked, they would exchange column sums at every tile. The next rows are fetched ahead if there is room; fp16 and
-    bf16 rows beyond 1024 columns only if two of them need more registers than two programs per multiprocessor have. If
-    a program cannot also sum a row's columns, `norm_columns` does.
+    stacked, they would exchange column sums at every tile. The next rows are fetched ahead if there is room and it
+    gains. If a program cannot also sum a row's columns, `norm_columns` does.
 
     Args:
-        rms: RMSNorm, with one sum per column, so longer rows can be summed.
+        rms: RMSNorm, with one sum per column.
         staged: with an activation or dropout, which take registers.
-        fetched: bytes read per column, weight and bias included.
+        fetched: bytes read per column.
     """
     cols, width = int(cols), _width(itemsize)
     longest = _NORM_CHUNK // 2 if staged else _LONGEST_ROW if rms else _NORM_CHUNK
     if cols > longest // width:
         whole = cols % _NORM_CHUNK == 0
         chunk = _NORM_CHUNK if whole else _NORM_BLOCK
-        return Plan(1, chunk // width, _narrow(32 if whole else 16, warp_size), looped=True)
+        return Plan(1, chunk // width, 32 if whole else 16, looped=True)
     if cols > 1024:
-        return _long_backward(cols, itemsize, warp_size, rms, fetched, shared_bytes)
-    return _short_backward(cols, itemsize, warp_size, rms, fetched, shared_bytes)
+        return _long_backward(cols, itemsize, rms, fetched, shared_bytes)
+    return _short_backward(cols, itemsize, rms, fetched, shared_bytes)
 
 
-def _short_backward(cols: int, itemsize: int, warp_size: int, rms: bool, fetched: int, shared_bytes: int) -> Plan:
+def _short_backward(cols: int, itemsize: int, rms: bool, fetched: int, shared_bytes: int) -> Plan:
     """Up to 1024 columns: a thread reads 16 bytes of several rows."""
     block, narrow = _block(cols), itemsize <= 2
     warps = max(1, block * itemsize // 512)
@@ -185,10 +178,10 @@ def _short_backward(cols: int, itemsize: int, warp_size: int, rms: bool, fetched
     else:
         gains = itemsize == 4 and cols % 4 == 0 and (cols < 512 or (cols == 512 and rms))
     stages = 2 if gains and _has_room(rows * block * fetched, shared_bytes) else 1
-    return Plan(rows, block, _narrow(warps, warp_size), stages=stages, resident=max(2, together // warps))
+    return Plan(rows, block, warps, stages=stages, resident=max(2, together // warps))
 
 
-def _long_backward(cols: int, itemsize: int, warp_size: int, rms: bool, fetched: int, shared_bytes: int) -> Plan:
+def _long_backward(cols: int, itemsize: int, rms: bool, fetched: int, shared_bytes: int) -> Plan:
     narrow = itemsize <= 2
     warps = 4 if cols <= (3072 if narrow else 1536) else 8 if cols <= 5120 else 16 if cols <= 24576 else 32
     if narrow and cols <= 1536:
@@ -202,24 +195,24 @@ def _long_backward(cols: int, itemsize: int, warp_size: int, rms: bool, fetched:
     has_room = _has_room(rows * block * pieces * fetched, shared_bytes)
     stages = 2 if gains and has_room and not again else 1
     resident = max(1, 16 // warps)
-    return Plan(rows, block, _narrow(warps, warp_size), pieces, again=again, stages=stages, resident=resident)
+    return Plan(rows, block, warps, pieces, again=again, stages=stages, resident=resident)
 
 
-def norm_columns(itemsize: int, warp_size: int) -> Plan:
+def norm_columns(itemsize: int) -> Plan:
     """For dweight and dbias of looped rows: a program moves down the rows."""
-    return Plan(4, 2048 // _width(itemsize), _narrow(8, warp_size), resident=2)
+    return Plan(4, 2048 // _width(itemsize), 8, resident=2)
 
 
-def norm_apply(cols: int, itemsize: int, warp_size: int, *, warps: int) -> Plan:
+def norm_apply(cols: int, itemsize: int, *, warps: int) -> Plan:
     """For what follows the sums of parts of rows: 4096 elements per program, half as many of float64."""
     most = _NORM_BLOCK // _width(itemsize)
     block, _ = _pieces(int(cols), 128, most)
-    return Plan(most // block, block, _narrow(warps, warp_size), looped=int(cols) > block)
+    return Plan(most // block, block, warps, looped=int(cols) > block)
 
 
-def partial_sums(warp_size: int) -> Plan:
+def partial_sums() -> Plan:
     """For adding partial rows: many rows of few columns."""
-    return Plan(128, 16, _narrow(4, warp_size))
+    return Plan(128, 16, 4)
 
 
 def _block(cols: int) -> int:
@@ -236,74 +229,56 @@ def _pieces(cols: int, least: int, most: int = _NORM_BLOCK) -> tuple[int, int]:
     return block, -(-cols // block)
 
 
-def _at_most(most: int, wanted: int) -> int:
-    """The largest power of two up to both."""
-    return 1 << (min(most, wanted).bit_length() - 1)
-
-
 def _width(itemsize: int) -> int:
     """Registers per element in the compute type."""
     return max(1, itemsize // 4)
 
 
-def _narrow(warps: int, warp_size: int) -> int:
-    """`warps` of 32 threads as warps of the device."""
-    return max(1, warps * 32 // warp_size)
-
-
-def softmax_backward(cols: int, wide: bool, warp_size: int) -> Plan:
+def softmax_backward(cols: int, wide: bool) -> Plan:
     """It keeps y and dy."""
-    return row_plan(cols, wide, warp_size, 16384)
+    return row_plan(cols, wide, 16384)
 
 
-def columns(cols: int, warp_size: int) -> Plan:
+def columns(cols: int) -> Plan:
     """For sums over rows: a program moves at most 512 columns down its rows."""
     block = max(16, min(512, _power_of_two(int(cols))))
     rows = max(1, min(32, _SHORT_TILE // block))
-    warps = _warps(rows * block, 8, warp_size)
-    return Plan(rows, block, warps, resident=max(1, 32 * 32 // (warps * warp_size)))
+    warps = _warps(rows * block, 8)
+    return Plan(rows, block, warps, resident=max(1, 32 // warps))
 
 
-def chain(cols: int | None, warp_size: int) -> Plan:
+def chain(cols: int | None) -> Plan:
     """1024 elements per program; `cols` is None for a tensor that is one row."""
     block = 1024 if cols is None else max(16, min(1024, _power_of_two(int(cols))))
-    return Plan(max(1, 1024 // block), block, _warps(1024, 8, warp_size))
+    return Plan(max(1, 1024 // block), block, _warps(1024, 8))
 
 
-def quantize(cols: int, itemsize: int, divided: bool, warp_size: int) -> Plan:
+def quantize(cols: int, itemsize: int, divided: bool) -> Plan:
     """For codes: a row in one block, as for softmax, or in independent parts, `divided`.
 
-    A thread has 128 bytes of a row: codes take instructions more than bandwidth, and a thread's own cost many.
+    A thread has 128 bytes of a row.
     """
-    layout = row_plan(cols, itemsize > 4, warp_size)
+    layout = row_plan(cols, itemsize > 4)
     block, rows = layout.block, layout.rows
     if divided:
         block = max(128, min(4096, _block(cols)))
         rows = max(1, _SHORT_TILE // block)
     warps = max(1, min(_MAX_WARPS, rows * block * itemsize // (128 * 32)))
-    return Plan(rows, block, _narrow(warps, warp_size), looped=cols > block)
+    return Plan(rows, block, warps, looped=cols > block)
 
 
 @dataclass(frozen=True)
-class RotaryPlan:
-    """The layout of the rotary embedding.
+class RotaryPlan(Plan):
+    """The layout of the rotary embedding; programs are persistent where weights' gradients are summed.
 
     Attributes:
-        rows: heads in a tile, of query or of key.
-        block, rest: a tile's columns, for each element of the pairs, and for what is not rotated.
-        warps, tiles: of a program, and of a token. Without sums, each tile is a program.
+        rows, block: heads of query or key in a tile, and its columns for each element of the pairs.
+        rest: its columns for what is not rotated.
+        tiles: of a token. Without sums, each is a program.
     """
 
-    rows: int
-    block: int
-    rest: int
-    warps: int
-    tiles: int
-
-    @property
-    def persistent(self) -> Plan:
-        """For programs that share all tiles, where the weights' gradients are summed."""
-        return Plan(1, self.block, self.warps, resident=max(2, 16 // self.warps))
+    rest: int = 0
+    tiles: int = 1
 
     def __str__(self) -> str:
         return f"{self.tiles} tiles of {self.rows}x{2 * self.block + self.rest} for each token, {self.warps} warps"
@@ -329,7 +304,8 @@ def rotary(half: int, cols: int, heads: tuple[int, int], warp_size: int) -> Rota
     while rows > 1 and 8 * (tiles() * rows - sum(counts)) > tiles() * rows:
         rows //= 2
     warps = max(1, min(8, rows * block // 256))
-    return RotaryPlan(rows, block, rest, _narrow(warps, warp_size), tiles())
+    resident = max(2, 16 // max(1, warps * 32 // warp_size))
+    return RotaryPlan(rows, block, warps, resident=resident, rest=rest, tiles=tiles())
 
 
 @dataclass(frozen=True)
@@ -351,6 +327,10 @@ class Device:
     chained: bool = False
     rounds_float8: bool = False
 
+    def warps(self, count: int) -> int:
+        """`count` warps of 32 threads as the device's."""
+        return max(1, count * 32 // self.warp_size)
+
     def programs(self, plan: Plan, rows: int, beside: int = 1) -> int:
         """How many persistent programs share the rows of each of the `beside` parts of a row.
 
@@ -363,10 +343,10 @@ class Device:
         return torch.sym_min(most, torch.sym_max(few, tiles // 2))  # type: ignore[no-any-return]
 
     def registers_of(self, plan: Plan) -> int | None:
-        """Registers per thread that let all persistent programs run at once, or None; compilers may choose more."""
+        """Registers per thread that let all persistent programs run at once, or None."""
         if plan.resident <= 1 or not self.registers:
             return None
-        most = self.registers // (self.warp_size * plan.warps * plan.resident)
+        most = self.registers // (32 * plan.warps * plan.resident)
         return most if most < _MOST_REGISTERS else None
 
 

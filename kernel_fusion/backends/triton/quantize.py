@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
 
 from kernel_fusion.backends.triton import plan
-from kernel_fusion.backends.triton.kernels.constants import Codes
+from kernel_fusion.backends.triton.kernels.constants import Quantization
 from kernel_fusion.backends.triton.kernels.quantize import quantize_rows
-from kernel_fusion.backends.triton.launch import launch, row_tile
-from kernel_fusion.backends.triton.layout import rows_of, unit
-from kernel_fusion.backends.triton.row_norm import forward, forward_plan, launch_forward, of_norm, require_forward
+from kernel_fusion.backends.triton.launch import launch, operator
+from kernel_fusion.backends.triton.layout import rows_of
+from kernel_fusion.backends.triton.row_norm import forward, forward_plan, launch_forward, require_forward
 from kernel_fusion.core import checks
 from kernel_fusion.core.activations import CODES as ACTIVATIONS
 from kernel_fusion.core.arguments import floating, require
 from kernel_fusion.core.quantize import BLOCK, LARGEST, empty_scales
-from kernel_fusion.core.stages import FIRST, NormCall
+from kernel_fusion.core.stages import NormCall
+
+_named: Any = NamedTuple  # type checkers cannot follow derived names
 
 
-@torch.library.triton_op("kernel_fusion::triton_quantize", mutates_args={})
+class _Norm(_named("_Norm", [*get_type_hints(NormCall).items()][2:])):  # type: ignore[misc]
+    """The arguments of a norm after its rows."""
+
+
+@operator("quantize")
 def quantize(input: Tensor, dtype: torch.dtype, scale: Tensor | None, block: int) -> tuple[Tensor, Tensor]:
     """Codes and scales of the rows of a tensor."""
     require("triton_quantize", [input, scale], floating(input) and _fits(input, dtype, scale, block))
@@ -31,7 +37,7 @@ def quantize(input: Tensor, dtype: torch.dtype, scale: Tensor | None, block: int
     return values, scales
 
 
-@torch.library.triton_op("kernel_fusion::triton_quantized_gate", mutates_args={})
+@operator("quantized_gate")
 def quantized_gate(
     gate: Tensor, value: Tensor, activation: str, dtype: torch.dtype, scale: Tensor | None, block: int, keeps: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,25 +48,30 @@ def quantized_gate(
     return _launch([gate, value], {"gated": True, "activation": activation}, (dtype, scale, block, keeps))
 
 
-@torch.library.triton_op("kernel_fusion::triton_quantized_row_norm", mutates_args={})
-@of_norm(NormCall._fields.index("num_dims"))
+@operator("quantized_row_norm")
 def quantized_row_norm(
-    call: NormCall, dtype: torch.dtype, scale: Tensor | None, block: int, keeps: bool
+    input: Tensor,
+    residual: Tensor | None,
+    dtype: torch.dtype,
+    scale: Tensor | None,
+    block: int,
+    keeps: bool,
+    norm: _Norm,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes and scales of a norm's y; that where it is kept; and h, without elements where there is no residual."""
-    input, residual, num_dims, *_, out_dtype, _, s = call
+    """Codes and scales of a norm's y; that where it is kept; and h, empty without a residual."""
+    call = NormCall(input, residual, *norm)
     checks.staged_row_norm(call)
-    fits = _fits(input, dtype, scale, block) and (num_dims == 1 or scale is not None)
+    fits = _fits(input, dtype, scale, block) and (call.num_dims == 1 or scale is not None)
     require("triton_quantized_row_norm", [input, scale], fits)
     require_forward("triton_quantized_row_norm", call)
     cols = int(input.shape[-1])
     group = block if scale is None and cols > block else 0  # one block is a row
     layout = forward_plan(call)
     if layout.looped or (group and layout.block // layout.slices % group):
-        y, h, _ = forward(*call[:FIRST], False, *s)
+        y, h, _ = forward(False, *call.arguments)
         return *quantize(y, dtype, scale, block), y if keeps else y.new_empty(0), h
     values, scales = _empty(input, dtype, scale, block)
-    y = torch.empty(input.shape if keeps else (0,), dtype=out_dtype, device=input.device)
+    y = torch.empty(input.shape if keeps else (0,), dtype=call.out_dtype, device=input.device)
     h = input.new_empty(0) if residual is None else input.new_empty(input.shape, dtype=residual.dtype)
     results = y, h, scales if scale is None else scale, values.view(torch.uint8)
     codes = _codes(input, dtype, scale, group)
@@ -69,14 +80,12 @@ def quantized_row_norm(
 
 
 def _codes(input: Tensor, dtype: torch.dtype, scale: Tensor | None, group: int) -> dict[str, Any]:
-    """The constants that say what codes a kernel makes."""
     rounds = dtype.is_floating_point and plan.device_of(input.device).rounds_float8
     name = str(dtype).removeprefix("torch.")
     return {"codes": name, "largest": LARGEST[dtype], "group": group, "given": scale is not None, "rounds": rounds}
 
 
 def _empty(like: Tensor, dtype: torch.dtype, scale: Tensor | None, block: int) -> tuple[Tensor, Tensor]:
-    """Memory for codes and scales."""
     values = torch.empty(like.shape, dtype=dtype, device=like.device)
     return values, empty_scales(like, block) if scale is None else like.new_empty(0, dtype=torch.float32)
 
@@ -98,16 +107,12 @@ def _launch(
         return values, scales.fill_(1.0), y
     tensors, rows = rows_of(tensors, 1)
     cols = first.shape[-1]
-    device = plan.device_of(first.device)
     group = block if scale is None else 0
-    layout = plan.quantize(int(cols), first.dtype.itemsize, group > 0 or scale is not None, device.warp_size)
-    strides = [stride for of in (rows.strides * 2)[:2] for stride in of]
-    size = unit(cols, *strides)
-    source |= {"keeps": keeps, "looped": layout.looped, "wide": first.dtype == torch.float64}
-    source |= row_tile(layout, cols) | _codes(first, dtype, scale, group)
-    constants = Codes(unit=size, flat=rows.simple, **source)
-    lengths = rows.count, cols // size, rows.middle, rows.inner
-    args = tensors[0], tensors[-1], scale, y, values.view(torch.uint8), scales, *lengths
-    grid = (-(-rows.count // layout.rows),)
-    launch(quantize_rows, grid, *args, *(s // size for s in strides), constants=constants, warps=layout.warps)
+    layout = plan.quantize(int(cols), first.dtype.itemsize, group > 0 or scale is not None)
+    size, numbers = rows.in_units(cols)
+    source |= {"keeps": keeps, "wide": first.dtype == torch.float64, "exact": cols % layout.block == 0}
+    source |= {"unit": size, "flat": rows.simple} | _codes(first, dtype, scale, group)
+    args = tensors[0], tensors[-1], scale, y, values.view(torch.uint8), scales, *numbers
+    grid, constants = (-(-rows.count // layout.rows),), Quantization.of(layout, **source)
+    launch(quantize_rows, grid, *args, constants=constants, warps=layout.warps)
     return values, scales, y

@@ -16,7 +16,7 @@ from torch import Tensor
 from kernel_fusion.backends.triton import autograd, plan
 from kernel_fusion.backends.triton.kernels import reduce as kernels
 from kernel_fusion.backends.triton.kernels.constants import Reduction, SumPartials
-from kernel_fusion.backends.triton.launch import launch, tile
+from kernel_fusion.backends.triton.launch import launch, operator
 from kernel_fusion.core import checks
 from kernel_fusion.core.activations import IDENTITY
 from kernel_fusion.core.arguments import floating, require
@@ -26,7 +26,6 @@ _MAPS = {"sum_squared": "square", "mean_abs": "abs"}
 
 
 def _canonical(dim: Sequence[int], ndim: int) -> list[int]:
-    """The reduced dimensions in order; none given means all."""
     return sorted(d % ndim for d in dim) if len(dim) else list(range(ndim))
 
 
@@ -47,7 +46,7 @@ def _takes(input: Tensor, dim: Sequence[int], kind: str, dtype: torch.dtype) -> 
     return valid and input.numel() > 0 and kind in _MAPS and floating(input) and dtype in checks.FLOATING
 
 
-@torch.library.triton_op("kernel_fusion::triton_reduce_fwd", mutates_args={})
+@operator("reduce_fwd")
 def forward(input: Tensor, dim: Sequence[int], keepdim: bool, kind: str, dtype: torch.dtype) -> Tensor:
     """The reduction of `kind` ("sum_squared", "mean_abs") over `dim`, in `dtype`."""
     require("triton_reduce_fwd", [input], _takes(input, dim, kind, dtype))
@@ -60,70 +59,47 @@ def forward(input: Tensor, dim: Sequence[int], keepdim: bool, kind: str, dtype: 
         last = i == len(runs) - 1
         shape = [*values.shape[:first], *(1,) * (end - first), *values.shape[end:]]
         finished = (dtype, count if kind == "mean_abs" else None) if last else (wide, None)
-        values = _reduce_run(values, first, end, map, wide, *finished).view(shape)
+        sizes = [prod(values.shape[:first]), prod(values.shape[first:end]), prod(values.shape[end:])]
+        matrix = values.reshape(sizes[:2] if sizes[2] == 1 else sizes)
+        values = _reduce(matrix, map, wide, *finished).view(shape)
         map = "none"
     kept = [n for d, n in enumerate(values.shape) if keepdim or d not in dims]
     return values.view(kept)
 
 
-def _constants(layout: plan.Plan, map: str, mean: bool, wide: torch.dtype) -> Reduction:
-    return Reduction(map=map, mean=mean, wide=wide == torch.float64, **tile(layout))
-
-
-def _reduce_run(
-    x: Tensor, first: int, end: int, map: str, wide: torch.dtype, dtype: torch.dtype, count: int | None
-) -> Tensor:
-    """x, reduced over dimensions first ... end - 1: contiguous, of shape (outer, inner)."""
-    rows, length, inner = prod(x.shape[:first]), prod(x.shape[first:end]), prod(x.shape[end:])
-    if inner == 1:
-        matrix = x.reshape(rows, length)
-        if matrix.stride(1) != 1:
-            matrix = matrix.contiguous()
-        return _reduce_rows(matrix, map, wide, dtype, count)
-    cube = x.reshape(rows, length, inner)
-    if cube.stride(2) != 1:
-        cube = cube.contiguous()
-    return _reduce_columns(cube, map, wide, dtype, count)
-
-
-def _reduce_rows(x: Tensor, map: str, wide: torch.dtype, dtype: torch.dtype, count: int | None) -> Tensor:
-    rows, length = x.shape
-    sections = -(-length // plan.ROW_SECTION)
+def _reduce(x: Tensor, map: str, wide: torch.dtype, dtype: torch.dtype, count: int | None) -> Tensor:
+    """The reduction of a matrix along its rows, or of a cube along its middle."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    outer, length, *inner = x.shape
+    section = plan.COLUMN_SECTION if inner else plan.ROW_SECTION
+    sections = -(-length // section)
     final = sections == 1
-    out = torch.empty((rows, sections), dtype=dtype if final else wide, device=x.device)
-    # A row is added up by chunks, so that only the shortest rows' plans depend on their length.
-    layout = plan.row_plan(min(length, plan.CHUNK), wide == torch.float64, plan.device_of(x.device).warp_size)
-    args = x, out, rows, length, plan.ROW_SECTION, x.stride(0), 1 if count is None else count
-    constants = _constants(layout, map, final and count is not None, wide)
-    launch(kernels.reduce_rows, (-(-rows // layout.rows), sections), *args, constants=constants, warps=layout.warps)
-    return out if final else _reduce_rows(out, "none", wide, dtype, count)
-
-
-def _reduce_columns(x: Tensor, map: str, wide: torch.dtype, dtype: torch.dtype, count: int | None) -> Tensor:
-    outer, length, cols = x.shape
-    sections = -(-length // plan.COLUMN_SECTION)
-    final = sections == 1
-    out = torch.empty((outer, sections, cols), dtype=dtype if final else wide, device=x.device)
-    layout = plan.columns(cols, plan.device_of(x.device).warp_size)
-    args = x, out, length, plan.COLUMN_SECTION, cols, *x.stride()[:2], 1 if count is None else count
-    constants = _constants(layout, map, final and count is not None, wide)
-    grid = -(-cols // layout.block) * outer, sections
-    launch(kernels.reduce_columns, grid, *args, constants=constants, warps=layout.warps)
-    return out if final else _reduce_columns(out, "none", wide, dtype, count)
+    out = torch.empty((outer, sections, *inner), dtype=dtype if final else wide, device=x.device)
+    is_wide, divisor = wide == torch.float64, 1 if count is None else count
+    constants = {"map": map, "mean": final and count is not None, "wide": is_wide}
+    args: tuple[Any, ...]
+    if inner:
+        layout = plan.columns(*inner)
+        blocks, kernel = -(-inner[0] // layout.block) * outer, kernels.reduce_columns
+        args = x, out, length, section, *inner, *x.stride()[:2], divisor
+    else:
+        # Rows are added up by chunks, so that only the shortest have plans of their own.
+        layout = plan.row_plan(min(length, plan.CHUNK), is_wide)
+        blocks, kernel = -(-outer // layout.rows), kernels.reduce_rows
+        args = x, out, outer, length, section, x.stride(0), divisor
+    launch(kernel, (blocks, sections), *args, constants=Reduction.of(layout, **constants), warps=layout.warps)
+    return out if final else _reduce(out, "none", wide, dtype, count)
 
 
 def sum_partials(partials: Tensor, programs: int, outputs: Sequence[Tensor], many: bool = False) -> None:
     """Add partial rows, the first sum's before the second's, into one or two outputs of one row.
 
-    They lie in a flat tensor. Inductor would copy one with a dimension of programs, whose number depends on that of the
-    rows, because it cannot know the strides.
+    They lie in a flat tensor: Inductor would copy one with a dimension of programs, whose number it cannot know.
     """
     cols, pair = outputs[0].numel(), len(outputs) == 2
     device = plan.device_of(partials.device)
-    layout = plan.partial_sums(device.warp_size)
-    constants = SumPartials(
-        **tile(layout), pair=pair, many=many, wide=partials.dtype == torch.float64, chained=device.chained
-    )
+    layout, wide = plan.partial_sums(), partials.dtype == torch.float64
+    constants = SumPartials.of(layout, pair=pair, many=many, wide=wide, chained=device.chained)
     grid = -(-cols // layout.block), len(outputs)
     args = partials, outputs[0], outputs[1] if pair else None, programs, cols
     launch(kernels.sum_partials, grid, *args, constants=constants, warps=layout.warps)

@@ -11,7 +11,7 @@ from torch import Tensor
 from kernel_fusion.backends.triton import autograd, plan
 from kernel_fusion.backends.triton.kernels import rotary as kernels
 from kernel_fusion.backends.triton.kernels.constants import Rotary as Constants
-from kernel_fusion.backends.triton.launch import launch
+from kernel_fusion.backends.triton.launch import launch, operator
 from kernel_fusion.backends.triton.layout import unit
 from kernel_fusion.backends.triton.reduce import sum_partials
 from kernel_fusion.core.arguments import floating, require, shaped
@@ -24,17 +24,18 @@ def _takes(c: Rotary) -> bool:
     return served_by_kernels(c) and pairs and c.query.shape[-1] <= plan.LONGEST_HEAD
 
 
-def _readable(t: Tensor | None) -> Tensor | None:
-    """With columns side by side."""
+def _with_columns(t: Any) -> Any:
+    """A tensor, if any, with columns side by side."""
     return t if t is None or t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
 
-def _strides(t: Tensor | None) -> tuple[int, ...]:
-    return (0, 0, 0) if t is None else t.stride()[:3]
+def _readable(c: Rotary) -> Rotary:
+    query, key = _with_columns(c.query), _with_columns(c.key)
+    return c if query is c.query and key is c.key else c._replace(query=query, key=key)
 
 
 def _tables(c: Rotary) -> tuple[Tensor, Tensor, int, list[int]]:
-    """cos and sin, which lie alike; and the strides of examples (0 if they share a table) and rows, in this unit."""
+    """cos and sin, which lie alike; their unit; and in it the strides of examples and rows."""
     cos, sin = c.cos, c.sin
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
@@ -49,135 +50,86 @@ def _position_strides(positions: Tensor | None) -> tuple[int, int]:
     return positions.stride(0) if positions.shape[0] > 1 else 0, positions.stride(1)
 
 
-def _constants(c: Rotary, layout: plan.RotaryPlan, size: int, table_unit: int) -> dict[str, Any]:
-    """The constants of both directions."""
-    return {
-        "wide": compute_dtype(c.query.dtype) == torch.float64,
-        "rows": layout.rows,
-        "block": layout.block,
-        "rest": layout.rest,
-        "exact": layout.block == int(c.half),
-        "cols": int(c.query.shape[-1]),
-        "half": int(c.half),
-        "interleaved": c.interleaved,
-        "norm": c.eps is not None,
-        "eps": c.eps or 0.0,
-        "offset": c.weight_offset,
-        "rounding": c.rounding,
-        "narrow_angles": c.cos.dtype == c.query.dtype,
-        "has_key": c.key is not None,
-        "has_weight": c.query_weight is not None,
-        "has_key_weight": c.key_weight is not None,
-        "has_positions": c.positions is not None,
-        "unit": size,
-        "table_unit": table_unit,
-    }
-
-
-def _layout(c: Rotary) -> plan.RotaryPlan:
-    heads = c.query.shape[2], 0 if c.key is None else c.key.shape[2]
-    return plan.rotary(c.half, c.query.shape[3], heads, plan.device_of(c.query.device).warp_size)
-
-
-def _flat(weight: Tensor | None) -> Tensor | None:
-    return None if weight is None else weight.contiguous()
-
-
-@torch.library.triton_op("kernel_fusion::triton_qk_norm_rope_fwd", mutates_args={})
-def forward(
-    query: Tensor,
-    key: Tensor | None,
-    query_weight: Tensor | None,
-    key_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    eps: float | None,
-    weight_offset: float,
-    interleaved: bool,
-    rounding: str,
-) -> tuple[Tensor, Tensor]:
+@operator("qk_norm_rope_fwd")
+def forward(c: Rotary) -> tuple[Tensor, Tensor]:
     """Query and key turned; without a key the second has no elements."""
-    c = Rotary(query, key, query_weight, key_weight, cos, sin, positions, eps, weight_offset, interleaved, rounding)
     require("triton_qk_norm_rope_fwd", c[:7], _takes(c))
-    q, k = _readable(query), _readable(key)
-    assert q is not None
-    y, z = result_like(q), None if k is None else result_like(k)
-    cos, sin, table_unit, table_strides = _tables(c)
-    strides = [stride for t in (q, k, y, z) for stride in _strides(t)]
-    size = unit(q.shape[-1], *strides)
-    layout = _layout(c)
-    tensors = q, k, _flat(query_weight), _flat(key_weight), cos, sin, positions, y, z
-    lengths = q.shape[1], q.shape[2], 0 if k is None else k.shape[2], cos.shape[1]
-    numbers = *lengths, *table_strides, *_position_strides(positions), *(stride // size for stride in strides)
-    constants = Constants(**_constants(c, layout, size, table_unit))
-    grid = (q.shape[0] * q.shape[1] * layout.tiles,)
-    launch(kernels.rotary_fwd, grid, *tensors, *numbers, constants=constants, warps=layout.warps)
-    return y, query.new_empty(0) if z is None else z
+    c = _readable(c)
+    results = result_like(c.query), None if c.key is None else result_like(c.key)
+    _launch(c, (None, None), results, (), {"backward": False})
+    return results[0], c.query.new_empty(0) if results[1] is None else results[1]
 
 
-@torch.library.triton_op("kernel_fusion::triton_qk_norm_rope_bwd", mutates_args={})
+@operator("qk_norm_rope_bwd")
 def backward(
-    dy: Tensor | None,
-    dy_key: Tensor | None,
-    query: Tensor | None,
-    key: Tensor | None,
-    query_weight: Tensor | None,
-    key_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    eps: float | None,
-    weight_offset: float,
-    interleaved: bool,
-    rounding: str,
-    wants: Sequence[bool],
+    dy: Tensor | None, dy_key: Tensor | None, c: Rotary, wants: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of query, key and their weights; unwanted ones have no elements.
 
-    With a norm, query and key themselves are there, even one of which nothing is wanted: the sums of the other's
-    weight depend on the heads of both. What arrives at that one may be None.
+    With a norm both query and key are there, since the sums of either's weight depend on the heads of both. Without one
+    dy and dy_key stand in their places.
     """
-    x, x_key = (dy, dy_key) if eps is None else (query, key)
-    require("triton_qk_norm_rope_bwd", [dy, dy_key, x_key], x is not None)
-    assert x is not None
-    c = Rotary(x, x_key, query_weight, key_weight, cos, sin, positions, eps, weight_offset, interleaved, rounding)
-    takes = _takes(c) and shaped(x.shape, dy) and floating(dy, dy_key) and len(wants) == 4
-    takes = takes and (dy_key is None if x_key is None else shaped(x_key.shape, dy_key))
+    takes = _takes(c) and shaped(c.query.shape, dy) and floating(dy, dy_key) and len(wants) == 4
+    takes = takes and (dy_key is None if c.key is None else shaped(c.key.shape, dy_key))
     takes = takes and (dy is not None or not any(wants[::2])) and (dy_key is not None or not any(wants[1::2]))
     require("triton_qk_norm_rope_bwd", [dy, dy_key, *c[:7]], takes)
-    read = [_readable(t) for t in (dy, dy_key, x, x_key)]
-    dx, dx_key = (
-        None if t is None or not wanted else result_like(t) for t, wanted in zip(read[2:], wants[:2], strict=True)
-    )
+    c = _readable(c)
+    results = [None if t is None or not wanted else result_like(t) for t, wanted in zip(c[:2], wants[:2], strict=True)]
     rows = [
         None if w is None or not wanted else torch.empty_like(w, memory_format=torch.contiguous_format)
-        for w, wanted in zip((query_weight, key_weight), wants[2:], strict=True)
+        for w, wanted in zip(c[2:4], wants[2:], strict=True)
     ]
-    _launch_backward(c, read, dx, dx_key, rows)
-    return tuple(x.new_empty(0) if t is None else t for t in (dx, dx_key, *rows))  # type: ignore[return-value]
+    names = "dquery", "dkey", "dweight", "dkey_weight"
+    found = {name: t is not None for name, t in zip(names, (*results, *rows), strict=True)}
+    _launch(c, (_with_columns(dy), _with_columns(dy_key)), results, rows, {"backward": True, **found})
+    return tuple(c.query.new_empty(0) if t is None else t for t in (*results, *rows))  # type: ignore[return-value]
 
 
-def _launch_backward(
-    c: Rotary, read: Sequence[Tensor | None], dx: Tensor | None, dx_key: Tensor | None, rows: Sequence[Tensor | None]
+def _launch(
+    c: Rotary,
+    dy: Sequence[Tensor | None],
+    results: Sequence[Tensor | None],
+    rows: Sequence[Tensor | None],
+    direction: dict[str, Any],
 ) -> None:
-    """Fill the gradients, from dy and x of query and key, which are `read`."""
+    """Fill the results, of query and key; and `rows`, their weights' gradients."""
     cos, sin, table_unit, table_strides = _tables(c)
-    strides = [stride for t in (*read, dx, dx_key) for stride in _strides(t)]
     batch, tokens, heads, cols = c.query.shape
-    size = unit(cols, *strides)
-    layout, device = _layout(c), plan.device_of(c.query.device)
+    key_heads = 0 if c.key is None else c.key.shape[2]
+    strides = [stride for t in (*dy, *c[:2], *results) for stride in ((0, 0, 0) if t is None else t.stride()[:3])]
+    size, device = unit(cols, *strides), plan.device_of(c.query.device)
+    layout = plan.rotary(c.half, cols, (heads, key_heads), device.warp_size)
+    wide = compute_dtype(c.query.dtype)
+    constants = Constants.of(
+        layout,
+        wide=wide == torch.float64,
+        exact=layout.block == int(c.half),
+        cols=int(cols),
+        half=int(c.half),
+        interleaved=c.interleaved,
+        norm=c.eps is not None,
+        eps=c.eps or 0.0,
+        offset=c.weight_offset,
+        rounding=c.rounding,
+        narrow_angles=c.cos.dtype == c.query.dtype,
+        has_key=c.key is not None,
+        has_weight=c.query_weight is not None,
+        has_key_weight=c.key_weight is not None,
+        has_positions=c.positions is not None,
+        unit=size,
+        table_unit=table_unit,
+        **direction,
+    )
     items = batch * tokens * layout.tiles
     wanted = [row for row in rows if row is not None]
-    programs = device.programs(layout.persistent, items) if wanted else items
-    partials = torch.empty(len(wanted) * programs * cols, dtype=compute_dtype(c.query.dtype), device=c.query.device)
-    results = {"dquery": dx, "dkey": dx_key, "dweight": rows[0], "dkey_weight": rows[1]}
-    compiled = _constants(c, layout, size, table_unit) | {name: t is not None for name, t in results.items()}
-    tensors = *read, _flat(c.query_weight), _flat(c.key_weight), cos, sin, c.positions, dx, dx_key, partials
-    lengths = batch * tokens, tokens, heads, 0 if c.key is None else c.key.shape[2], cos.shape[1]
+    programs = device.programs(layout, items * layout.rows) if wanted else items
+    partials = torch.empty(len(wanted) * programs * cols, dtype=wide, device=cos.device) if wanted else None
+    weights = [None if weight is None else weight.contiguous() for weight in c[2:4]]
+    tensors = *dy, *c[:2], *weights, cos, sin, c.positions, *results, partials
+    lengths = batch * tokens, tokens, heads, key_heads, cos.shape[1]
     numbers = *lengths, *table_strides, *_position_strides(c.positions), *(stride // size for stride in strides)
-    launch(kernels.rotary_bwd, (programs,), *tensors, *numbers, constants=Constants(**compiled), warps=layout.warps)
-    if wanted:
+    launch(kernels.rotary, (programs,), *tensors, *numbers, constants=constants, warps=layout.warps)
+    if partials is not None:
         sum_partials(partials, programs, wanted)
 
 
@@ -206,9 +158,9 @@ class QKNormRope(torch.autograd.Function):
         if grads[0] is None and grads[1] is None:
             return tuple(found)
         saved = ctx.saved_tensors  # read once, since a checkpoint gives them once
-        x, tables = saved[:4], saved[4:]
+        x, tables = (*grads, None, None) if ctx.constants[0] is None else saved[:4], saved[4:]
         # A key without a norm, at which alone something arrives, stands in the place of the query.
-        at = [1, 0, 3, 2] if x[0] is None and grads[0] is None else [0, 1, 2, 3]
+        at = [1, 0, 3, 2] if x[0] is None else [0, 1, 2, 3]
         wants = [ctx.needs_input_grad[i] and grads[i % 2] is not None for i in at]
         gradient = _differentiable if torch.is_grad_enabled() else torch.ops.kernel_fusion.triton_qk_norm_rope_bwd
         results = gradient(*(grads[i] for i in at[:2]), *(x[i] for i in at), *tables, *ctx.constants, wants)
@@ -219,7 +171,7 @@ class QKNormRope(torch.autograd.Function):
 
 
 def _differentiable(*args: Any) -> list[Tensor | None]:
-    """The gradients as functions that can be differentiated: a rotation the other way, or those of the definition."""
+    """A rotation the other way, or the definition's gradients."""
     dy, dy_key, query, key, query_weight, key_weight, cos, sin, positions, eps, *rest, wants = args
     if eps is None:
         turned = torch.ops.kernel_fusion.qk_norm_rope_reference(

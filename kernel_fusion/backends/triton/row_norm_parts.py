@@ -1,7 +1,6 @@
 """LayerNorm and RMSNorm of rows whose other columns are on other ranks: the operators on the kernels, and autograd.
 
-Either direction has two operators, between which the caller adds up sums of rows over the ranks. A rank without columns
-or rows launches nothing and adds zeros.
+Either direction has two operators, between which the caller adds up sums of rows over the ranks.
 """
 
 from __future__ import annotations
@@ -18,21 +17,13 @@ from torch.autograd.function import once_differentiable
 from kernel_fusion.backends.triton import plan
 from kernel_fusion.backends.triton.kernels.constants import RowNormBackward
 from kernel_fusion.backends.triton.kernels.row_norm_bwd import row_norm_bwd
-from kernel_fusion.backends.triton.launch import launch, row_tile
-from kernel_fusion.backends.triton.row_norm import (
-    Backward,
-    by_operator,
-    launch_forward,
-    of_backward,
-    of_norm,
-    require_forward,
-    with_stages,
-)
-from kernel_fusion.backends.triton.row_norm_autograd import gradients, keep, kernel_backward
+from kernel_fusion.backends.triton.launch import operator
+from kernel_fusion.backends.triton.row_norm import Backward, launch_forward, require_forward
+from kernel_fusion.backends.triton.row_norm_autograd import gradients, keep, kernel_backward, of_h
 from kernel_fusion.core import checks
 from kernel_fusion.core.activations import IDENTITY
 from kernel_fusion.core.spec import compute_dtype
-from kernel_fusion.core.stages import FIRST, Given, NormCall, norm_call, other_row
+from kernel_fusion.core.stages import Given, NormCall, norm_call, other_row
 
 # Adds up a tensor over all ranks, in place.
 Join = Callable[[Tensor], None]
@@ -49,14 +40,13 @@ def _sums(rows: Tensor, num_dims: int, rms: bool) -> Tensor:
     return _memory(rows, (1 if rms else 2) * count + 1, dtype=torch.float64)
 
 
-@torch.library.triton_op("kernel_fusion::triton_row_norm_moments", mutates_args={})
-@with_stages
-def moments(input: Tensor, residual: Tensor | None, num_dims: int, rms: bool, *stages: Any) -> tuple[Tensor, Tensor]:
+@operator("row_norm_moments")
+def moments(input: Tensor, residual: Tensor | None, num_dims: int, rms: bool, stages: Given) -> tuple[Tensor, Tensor]:
     """The sums of rows' squares, for LayerNorm those of values, and the number of columns; and h, as in forward.
 
     The stages are those before the norm.
     """
-    call = NormCall(input, residual, num_dims, None, None, 0.0, 0.0, input.dtype, rms, Given(*stages))
+    call = NormCall(input, residual, num_dims, None, None, 0.0, 0.0, input.dtype, rms, stages)
     sums = _sums(input, num_dims, rms)
     h = input.new_empty(0) if residual is None else input.new_empty(input.shape, dtype=residual.dtype)
     if input.numel() > 0:
@@ -65,9 +55,8 @@ def moments(input: Tensor, residual: Tensor | None, num_dims: int, rms: bool, *s
     return sums, h
 
 
-@torch.library.triton_op("kernel_fusion::triton_row_norm_apply", mutates_args={})
-@of_norm(FIRST)
-def apply(call: NormCall, sums: Tensor) -> tuple[Tensor, Tensor]:
+@operator("row_norm_apply")
+def apply(sums: Tensor, call: NormCall) -> tuple[Tensor, Tensor]:
     """y and the statistics, from sums over all ranks.
 
     The input is what `moments` wrote where there is a residual, and then the stages are those after the norm.
@@ -78,16 +67,14 @@ def apply(call: NormCall, sums: Tensor) -> tuple[Tensor, Tensor]:
     stats = _memory(h, 1 if call.rms else 2, count, dtype=compute_dtype(h.dtype))
     if h.numel() > 0:
         require_forward("triton_row_norm_apply", call)
-        cols, device = prod(h.shape[h.dim() - num_dims :]), plan.device_of(h.device)
-        layout = plan.norm_apply(cols, h.dtype.itemsize, device.warp_size, warps=4)
+        layout = plan.norm_apply(prod(h.shape[h.dim() - num_dims :]), h.dtype.itemsize, warps=4)
         launch_forward(call, [y, sums, stats, None], layout, stats=True, joined=True)
     return y, stats
 
 
-@torch.library.triton_op("kernel_fusion::triton_row_norm_bwd_sums", mutates_args={})
-@of_backward
+@operator("row_norm_bwd_sums")
 def backward_sums(
-    call: Backward, bias_dtype: torch.dtype | None, wants: Sequence[bool]
+    bias_dtype: torch.dtype | None, wants: Sequence[bool], call: Backward
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rows' sums of gwn, for LayerNorm those of gw, and the number of columns; dweight and dbias."""
     h, weight = call.h, call.weight
@@ -104,17 +91,16 @@ def backward_sums(
     return sums, dweight, dbias
 
 
-@torch.library.triton_op("kernel_fusion::triton_row_norm_bwd_apply", mutates_args={})
-@of_backward
+@operator("row_norm_bwd_apply")
 def backward_apply(
-    call: Backward, sums: Tensor, input_dtype: torch.dtype, wants: Sequence[bool]
+    sums: Tensor, input_dtype: torch.dtype, wants: Sequence[bool], call: Backward
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, the other row's gradient and dgate, from sums over all ranks."""
     s, h = call.stages, call.h
     other, gate = other_row(s, None), s.residual_gate
-    shape = checks.parameter_shape(h, call.num_dims, s.grouped, call.weight, call.bias, gate)
+    shape = checks.parameter_shape(h, call.num_dims, s.grouped, *call.vectors)
     dtypes = input_dtype, (h if other is None else other).dtype, input_dtype if gate is None else gate.dtype
-    made = [wants[0], wants[1] or wants[2], wants[2]]  # dgate is made of the gradient of the residual
+    made = [wants[0], wants[1] or wants[2], wants[2]]
     dx, dother, dgate = (
         _memory(h, *(of if wanted else [0]), dtype=dtype)
         for of, dtype, wanted in zip((h.shape, h.shape, shape), dtypes, made, strict=True)
@@ -122,39 +108,32 @@ def backward_apply(
     if h.numel() > 0:
         asked = [*made[:2], False, False, made[2]]
         call.require("triton_row_norm_bwd_apply", asked, *dtypes)
-        given, numbers, groups, constants = arguments = call.arguments()
-        cols = numbers[1] * constants["unit"]
-        warp_size = plan.device_of(h.device).warp_size
-        layout = plan.norm_apply(cols, h.dtype.itemsize, warp_size, warps=8)
-        per_group = -(-numbers[0] // layout.rows) * -(-cols // layout.block)
-        wanted: dict[str, Any] = {"dx": made[0], "dother": made[1], "dweight": False, "dbias": False}
-        laid = {"looped": layout.looped, **row_tile(layout, cols)}
-        compiled = RowNormBackward(joined=True, has_dh=call.dh is not None, **wanted, **laid, **constants)
-        args = *given, dx, dother, sums, None, per_group, *numbers
-        launch(row_norm_bwd, (per_group * groups,), *args, constants=compiled, warps=layout.warps)
+        read = call.operands()
+        layout = plan.norm_apply(read.cols, h.dtype.itemsize, warps=8)
+        per_group = -(-read.numbers[0] // layout.rows) * -(-read.cols // layout.block)
+        constants = {"joined": True, "dx": made[0], "dother": made[1], "dweight": False, "dbias": False}
+        read.launch(row_norm_bwd, RowNormBackward, layout, [dx, dother, sums, None], per_group, **constants)
         if wants[2]:
-            call.sum_columns(arguments, (dx, dother, h, h, dgate), asked)  # h is not written
+            call.sum_columns(read, (dx, dother, h, h, dgate), asked)  # h is not written
     return dx, dother, dgate
 
 
 class NormOfParts(torch.autograd.Function):
-    """Autograd of the norm; arguments as for `kernel_fusion::staged_row_norm`, and what joins the ranks' sums."""
+    """Autograd of the norm; its last argument joins the ranks' sums."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         """y, and h or nothing."""
         *args_of_norm, join = args
         c = norm_call(*args_of_norm)
-        s, input = c.stages, c.input
+        s = c.stages
         grouped = s.grouped and s.residual_gate is not None  # no other vector stands before the norm
         first = s.gate if s.gate_first else None
         before = s._replace(activation=IDENTITY, rounding="once", grouped=grouped, gate=first)
-        after_h = s._replace(pre_activation=IDENTITY, dropout_p=0.0, seed=None, residual_gate=None)
-        sums, h = torch.ops.kernel_fusion.triton_row_norm_moments(input, c.residual, c.num_dims, c.rms, *before)
+        sums, h = torch.ops.kernel_fusion.triton_row_norm_moments(c.input, c.residual, c.num_dims, c.rms, *before)
         join(sums)
-        normalised, after = (input, s) if c.residual is None else (h, after_h)
-        affine = c.num_dims, c.weight, c.bias, c.eps, c.weight_offset, c.out_dtype or input.dtype, c.rms
-        y, stats = torch.ops.kernel_fusion.triton_row_norm_apply(normalised, None, *affine, sums, *after)
+        after = c if c.residual is None else of_h(c, h)
+        y, stats = torch.ops.kernel_fusion.triton_row_norm_apply(sums, *after.arguments)
         keep(ctx, c, h, stats)
         ctx.join = join
         return y, h
@@ -169,24 +148,23 @@ class NormOfParts(torch.autograd.Function):
 
 
 def _backward(
-    join: Join, call: Backward, input_dtype: torch.dtype, bias_dtype: torch.dtype | None, wants: list[bool]
+    join: Join, input_dtype: torch.dtype, bias_dtype: torch.dtype | None, wants: list[bool], call: Backward
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As the operator `triton_row_norm_bwd`; sums are joined if the gradient of a row is wanted."""
+    """As `row_norm.backward`; sums are joined if the gradient of a row is wanted."""
     ops, of_rows = torch.ops.kernel_fusion, any([*wants[:2], wants[4]])
     after_h = call._replace(dh=None, x=None, stages=call.stages._replace(residual_gate=None))  # whose product is in h
-    asked = [of_rows, *wants[2:4]]
-    sums, dweight, dbias = by_operator(ops.triton_row_norm_bwd_sums, after_h, bias_dtype, asked)
+    sums, dweight, dbias = ops.triton_row_norm_bwd_sums(bias_dtype, [of_rows, *wants[2:4]], *after_h.arguments)
     dx = dother = dgate = sums[:0]
     if of_rows:
         join(sums)
         asked = [*wants[:2], wants[4]]
-        dx, dother, dgate = by_operator(ops.triton_row_norm_bwd_apply, call, sums, input_dtype, asked)
+        dx, dother, dgate = ops.triton_row_norm_bwd_apply(sums, input_dtype, asked, *call.arguments)
     return dx, dother, dweight, dbias, dgate
 
 
 def staged_row_norm(join: Join, *args: Any) -> tuple[Tensor, Tensor]:
-    """`kernel_fusion::staged_row_norm` of a rank's columns; `join` adds up a tensor over the ranks, in place."""
+    """`kernel_fusion::staged_row_norm` of a rank's columns."""
     c = norm_call(*args)
     checks.staged_row_norm(c)
     apply_norm: Callable[..., tuple[Tensor, Tensor]] = NormOfParts.apply
-    return apply_norm(*c.arguments, join)
+    return apply_norm(*c._replace(out_dtype=c.out_dtype or c.input.dtype).arguments, join)

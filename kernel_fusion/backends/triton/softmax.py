@@ -10,7 +10,7 @@ from torch import Tensor
 from kernel_fusion.backends.triton import autograd, plan
 from kernel_fusion.backends.triton.kernels import softmax as kernels
 from kernel_fusion.backends.triton.kernels.constants import Softmax as Constants
-from kernel_fusion.backends.triton.launch import launch, tile
+from kernel_fusion.backends.triton.launch import launch, operator
 from kernel_fusion.backends.triton.layout import Rows, merge, outer_rows, rows_of, unit
 from kernel_fusion.core.arguments import floating, require, shaped
 from kernel_fusion.core.spec import compute_dtype
@@ -35,7 +35,7 @@ def _takes_forward(input: Tensor, mask: Tensor | None, causal: bool) -> bool:
     return mask is None or _is_mask(mask, input)
 
 
-@torch.library.triton_op("kernel_fusion::triton_softmax_fwd", mutates_args={})
+@operator("softmax_fwd")
 def forward(input: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
     """y, contiguous; `mask` has the input's shape with any strides."""
     require("triton_softmax_fwd", [input, mask], _takes_forward(input, mask, causal))
@@ -43,19 +43,19 @@ def forward(input: Tensor, mask: Tensor | None, scale: float, causal: bool) -> T
     x, by, rows = _layout(input, mask)
     y = torch.empty(input.shape, dtype=input.dtype, device=input.device)
     wide = compute_dtype(input.dtype) == torch.float64
-    layout = plan.row_plan(cols, wide, plan.device_of(input.device).warp_size)
+    layout = plan.row_plan(cols, wide)
     size = unit(cols, *rows.strides[0])
     kind = "none" if by is None else "bool" if by.dtype == torch.bool else "additive"
     asked: dict[str, Any] = {"scale": scale, "mask": kind, "causal": causal, "leaves_out": causal or kind == "bool"}
-    laid: dict[str, Any] = {"wide": wide, "flat": rows.simple, "unit": size, "looped": layout.looped}
     lengths = rows.count, cols // size, input.shape[-2] if causal else 1, rows.middle, rows.inner
     strides = *(stride // size for stride in rows.strides[0]), *rows.strides[1], 0 if by is None else by.stride(-1)
-    grid, constants = (-(-rows.count // layout.rows),), Constants(**asked, **laid, **tile(layout))
+    constants = Constants.of(layout, wide=wide, flat=rows.simple, unit=size, **asked)
+    grid = (-(-rows.count // layout.rows),)
     launch(kernels.softmax_fwd, grid, x, by, y, *lengths, *strides, constants=constants, warps=layout.warps)
     return y
 
 
-@torch.library.triton_op("kernel_fusion::triton_softmax_bwd", mutates_args={})
+@operator("softmax_bwd")
 def backward(dy: Tensor, y: Tensor, scale: float, leaves_out: bool) -> Tensor:
     """dx, contiguous; with `leaves_out`, 0 where y is, even in a row with NaN."""
     takes = y.dim() >= 1 and y.numel() > 0 and floating(dy, y) and shaped(y.shape, dy)
@@ -63,11 +63,9 @@ def backward(dy: Tensor, y: Tensor, scale: float, leaves_out: bool) -> Tensor:
     dy, y, cols = dy.contiguous(), y.contiguous(), y.shape[-1]
     dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     wide = compute_dtype(y.dtype) == torch.float64
-    layout = plan.softmax_backward(cols, wide, plan.device_of(y.device).warp_size)
+    layout = plan.softmax_backward(cols, wide)
     size, num_rows = unit(cols), y.numel() // cols
-    constants = Constants(
-        scale=scale, leaves_out=leaves_out, wide=wide, unit=size, **tile(layout), looped=layout.looped
-    )
+    constants = Constants.of(layout, scale=scale, leaves_out=leaves_out, wide=wide, unit=size)
     args, grid = (dy, y, dx, num_rows, cols // size), (-(-num_rows // layout.rows),)
     launch(kernels.softmax_bwd, grid, *args, constants=constants, warps=layout.warps)
     return dx

@@ -16,14 +16,12 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from kernel_fusion.backends.triton.plan import Plan
 from kernel_fusion.core.spec import Stages
 
 
 def kernel(*specialised: str) -> Callable[[Callable[..., Any]], Any]:
-    """A decorator of kernels, which are compiled once for any numbers, except those `specialised`.
-
-    Lengths and outer strides count in steps of the constant `unit`.
-    """
+    """A decorator of kernels, which are compiled once for any numbers, except those `specialised`."""
 
     def of(function: Callable[..., Any]) -> Any:
         numbers = [name for name in inspect.signature(function).parameters if name != "C" and not name.endswith("_ptr")]
@@ -38,14 +36,12 @@ class Constants:
 
     Attributes:
         wide: computed in float64, else in float32.
-        rows, block: the tile of a program, rows times columns.
         chained: launched while the kernel before it runs.
 
     Several subclasses have these:
-        unit: elements that lengths and strides count; a divisor that the compiler knows.
+        unit: elements that lengths and outer strides count; a divisor that the compiler knows.
         flat: whether rows have one stride.
         exact: whether blocks divide rows, so that no column needs a mask.
-        looped: whether rows are read a block at a time.
     """
 
     wide: bool
@@ -53,11 +49,17 @@ class Constants:
     block: int
     chained: bool = False
 
+    @classmethod
+    def of(cls, layout: Plan, **values: Any) -> Any:
+        """These values, and the layout's of the same names."""
+        laid = {name: value for name, value in vars(layout).items() if name in cls.__dataclass_fields__}
+        return cls(**laid, **values)
+
     def __post_init__(self) -> None:
         """Triton 3.6 passes no plain str on."""
-        for field in fields(self):
-            if isinstance(value := getattr(self, field.name), str):
-                object.__setattr__(self, field.name, tl.constexpr(value))
+        for name, value in vars(self).items():
+            if isinstance(value, str):
+                vars(self)[name] = tl.constexpr(value)
 
     @property
     def acc(self) -> tl.dtype:
@@ -76,7 +78,7 @@ class RowNorm(Constants, Stages):
     """The norms, with their stages.
 
     Attributes:
-        has_weight, ...: whether there is one. With a residual, backward reads h.
+        has_weight, ...: whether there is one.
         part: whether other ranks have other columns, and rows' sums are wanted; joined: these are given, of all ranks.
     """
 
@@ -104,37 +106,41 @@ class RowNorm(Constants, Stages):
         return self.beside is not None and self.follows
 
     @property
-    def gates_residual(self) -> bool:
-        """Whether a gate multiplies what is added to the residual."""
-        return self.residual_gate is not None
-
-    @property
     def aligned(self) -> bool:
         """Whether rows begin with a block of random bits."""
         return self.unit % 8 == 0
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class RowNormForward(RowNorm):
-    """Forward of the norms; other names as in plan.py.
+class Codes(Constants):
+    """Quantised results.
 
     Attributes:
-        codes, ..., rounds: as in `Codes`, of y; no name without quantisation.
+        codes: PyTorch's name of their type; none without quantisation.
+        group: columns that share a scale; 0: a row, or it is given.
+        rounds: whether an instruction makes them from float32.
+        keeps: whether the result before quantisation is written, too.
     """
 
-    eps: float
-    stats: bool
-    pieces: int
-    looped: bool
-    slices: int
-    early: bool
-    releases: bool
     codes: str = ""
     largest: float = 0.0
     group: int = 0
     given: bool = False
     rounds: bool = False
     keeps: bool = True
+    looped: bool
+    slices: int
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class RowNormForward(RowNorm, Codes):
+    """Forward of the norms; other names as in plan.py."""
+
+    eps: float
+    stats: bool
+    pieces: int
+    early: bool
+    releases: bool
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -165,7 +171,7 @@ class SumPartials(Constants):
     """The finish of the column sums.
 
     Attributes:
-        pair: of two; axis 1 of the grid says which.
+        pair: of two.
         many: perhaps more columns than 32 bits count.
     """
 
@@ -181,7 +187,6 @@ class Pointwise(Constants):
         scale: multiplies the chain, and dropout's.
         flat: whether everything is one long row.
         simple: whether there is a single outer dimension.
-        backward: whether the results are gradients.
     """
 
     combine: str
@@ -214,7 +219,7 @@ class Softmax(Constants):
     """Softmax.
 
     Attributes:
-        mask: "none", "bool" or "additive"; causal: whether there is a diagonal. Both are forward's.
+        mask: "none", "bool" or "additive"; causal: whether there is a diagonal.
         leaves_out: whether elements are left out, which are then zero.
     """
 
@@ -233,8 +238,7 @@ class Rotary(Constants):
 
     Attributes:
         cols, half: columns of a head, and rotated pairs of them.
-        rest: a block for the other columns, or 0.
-        narrow_angles: cosines have the heads' type.
+        narrow_angles: cosines have their type.
     """
 
     cols: int
@@ -253,6 +257,7 @@ class Rotary(Constants):
     has_positions: bool
     unit: int
     table_unit: int
+    backward: bool
     dquery: bool = False
     dkey: bool = False
     dweight: bool = False
@@ -260,26 +265,11 @@ class Rotary(Constants):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Codes(Constants):
-    """Quantisation.
+class Quantization(Codes):
+    """Codes of a tensor, or if `gated` of activation(a) * b."""
 
-    Attributes:
-        codes: PyTorch's name of their type.
-        group: columns that share a scale; 0: a row, or it is given.
-        rounds: whether an instruction makes them from float32.
-        keeps: whether the result before quantisation is written, too.
-        gated: whether that is activation(a) * b.
-    """
-
-    codes: str
-    largest: float
-    group: int
-    given: bool
-    rounds: bool
-    keeps: bool
     unit: int
     flat: bool
     exact: bool
-    looped: bool
     gated: bool = False
     activation: str = "identity"

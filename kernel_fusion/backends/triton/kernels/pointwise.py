@@ -61,25 +61,19 @@ def _operands(pointers, offsets, mask, C: tl.constexpr):
 
 
 @triton.jit
-def _forward_tile(pointers, offsets, y_row, col, mask, C: tl.constexpr):
-    """y of a tile."""
-    a, b = _operands(pointers, offsets, mask, C)
-    y = _chain(a, b, C)
+def _kept(v, seed_ptr, y_row, C: tl.constexpr):
+    """The scaled elements of a tile, or 0 where dropout drops them."""
     if C.scale != 1.0:
-        y = y * C.scale
+        v = v * C.scale
     if C.threshold > 0:
-        y = tl.where(kept(pointers[3], y_row, C.threshold, C.aligned, C.block), y, 0.0)
-    store(pointers[4], y_row + col, y, mask)
+        v = tl.where(kept(seed_ptr, y_row, C.threshold, C.aligned, C.block), v, 0.0)
+    return v
 
 
 @triton.jit
 def _gradients(pointers, offsets, y_row, col, mask, C: tl.constexpr):
     """The gradients of a and b of a tile, in the compute type."""
-    g = load(pointers[0], y_row + col, mask, C.wide)
-    if C.scale != 1.0:
-        g = g * C.scale
-    if C.threshold > 0:
-        g = tl.where(kept(pointers[3], y_row, C.threshold, C.aligned, C.block), g, 0.0)
+    g = _kept(load(pointers[0], y_row + col, mask, C.wide), pointers[3], y_row, C)
     a, b = _operands(pointers, offsets, mask, C)
     return _derive(g, a, b, C)
 
@@ -94,7 +88,8 @@ def _tile(pointers, offsets, y_row, col, mask, C: tl.constexpr):
         if C.db:
             store(pointers[5], y_row + col, db, mask)
     else:
-        _forward_tile(pointers, offsets, y_row, col, mask, C)
+        a, b = _operands(pointers, offsets, mask, C)
+        store(pointers[4], y_row + col, _kept(_chain(a, b, C), pointers[3], y_row, C), mask)
 
 
 @kernel("a_step", "b_step")
@@ -112,10 +107,10 @@ def pointwise(
     a0,
     a1,
     a2,
-    a_step,
     b0,
     b1,
     b2,
+    a_step,
     b_step,
     C: tl.constexpr,
 ):

@@ -88,15 +88,23 @@ def encode(v, scale, C: tl.constexpr):
 
 
 @triton.jit
-def store_codes(vs, to, v_row, row_mask, start, col, num_cols, C: tl.constexpr):
-    """Codes and scales of rows in registers, in tiles beside each other; 0 outside the row."""
+def given_scale(ptr, C: tl.constexpr):
+    """A given scale, as `encode` takes it."""
+    s = tl.full([1, 1], 1.0, tl.float32)
+    if C.given:
+        s = s * tl.load(ptr)
+    return divisor(s)
+
+
+@triton.jit
+def store_codes(vs, scale, to, v_row, row_mask, start, col, num_cols, C: tl.constexpr):
+    """Codes of rows in tiles side by side, 0 outside the row; and scales, unless `scale` is theirs."""
     codes_ptr, scales_ptr, num_rows, row = to
     HEIGHT: tl.constexpr = vs[0].shape[0]
     WIDTH: tl.constexpr = vs[0].shape[1]
-    s = tl.full([1, 1], 1.0, tl.float32)
-    if C.given:
-        s = s * tl.load(scales_ptr)
-    elif C.group == 0:
+    GROUP: tl.constexpr = C.group if C.group > 0 else WIDTH
+    BLOCKS: tl.constexpr = WIDTH // GROUP
+    if C.group == 0 and not C.given and not C.looped:
         largest = magnitude(vs[0])
         for i in tl.static_range(1, len(vs)):
             largest = tl.maximum(largest, magnitude(vs[i]))
@@ -105,13 +113,15 @@ def store_codes(vs, to, v_row, row_mask, start, col, num_cols, C: tl.constexpr):
             largest = tl.max(largest, axis=0)[:, None]
         s = scale_of(largest, C.largest)
         tl.store(scales_ptr + row, s, mask=row_mask)
-    scale = divisor(s)
+        scale = divisor(s)
     for i in tl.static_range(len(vs)):
         at = i * C.block + col
         if C.group > 0:
-            block = (i * C.block + start) // C.group
-            last = tl.cdiv(num_cols, C.group)
-            codes = _quantize_blocks(vs[i], block, (num_rows, row), row_mask, last, scales_ptr, C, HEIGHT, WIDTH)
+            parts = tl.reshape(vs[i], [HEIGHT, BLOCKS, GROUP])
+            s = scale_of(tl.max(magnitude(parts), axis=2), C.largest)
+            block = (i * C.block + start) // GROUP + tl.arange(0, BLOCKS)[None, :]
+            tl.store(scales_ptr + block * num_rows + row, s, mask=row_mask & (block < tl.cdiv(num_cols, GROUP)))
+            codes = tl.reshape(encode(parts, divisor(s[:, :, None]), C), [HEIGHT, WIDTH])
         else:
             codes = encode(vs[i], scale, C)
         tl.store(codes_ptr + v_row + at, codes, mask=row_mask & within(at, num_cols, C.exact))
@@ -126,22 +136,6 @@ def _tile(pointers, offsets, mask, C: tl.constexpr):
         v = value(v, C.activation) * load(b_ptr, offsets[1], mask, C.wide)
     v = v.to(a_ptr.dtype.element_ty)
     return v.to(tl.float32), v
-
-
-@triton.jit
-def _quantize_blocks(
-    v, block, place, row_mask, num_blocks, scales_ptr, C: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
-):
-    """Codes of a tile of WIDTH columns, C.group of which share a scale; `place` is block 0's."""
-    GROUP: tl.constexpr = C.group
-    BLOCKS: tl.constexpr = WIDTH // C.group
-    parts = tl.reshape(v, [ROWS, BLOCKS, GROUP])
-    s = scale_of(tl.max(magnitude(parts), axis=2), C.largest)
-    at = block + tl.arange(0, BLOCKS)[None, :]
-    num_rows, row = place
-    tl.store(scales_ptr + at * num_rows + row, s, mask=row_mask & (at < num_blocks))
-    codes = encode(parts, divisor(s[:, :, None]), C)
-    return tl.reshape(codes, [ROWS, WIDTH])
 
 
 @kernel()
@@ -173,9 +167,7 @@ def quantize_rows(
     col = tl.arange(0, BLOCK)[None, :]
     a_row = row_offset(row, (middle, inner), (a0, a1, a2), C.unit, C.flat)
     b_row = row_offset(row, (middle, inner), (b0, b1, b2), C.unit, C.flat)
-    s = tl.full([ROWS, 1], 1.0, tl.float32)
-    if C.given:
-        s = s * tl.load(scale_ptr)
+    scale = given_scale(scale_ptr, C)
     if C.looped and not C.given and C.group == 0:
         largest = tl.zeros([ROWS, BLOCK], tl.int32)
         for start in range(0, num_cols, BLOCK):
@@ -185,21 +177,12 @@ def quantize_rows(
             largest = tl.maximum(largest, magnitude(v))
         s = scale_of(tl.max(largest, axis=1)[:, None], C.largest)
         tl.store(scales_ptr + row, s, mask=row_mask)
-    scale = divisor(s)
+        scale = divisor(s)
     for start in range(0, num_cols, BLOCK):
         at = start + col
         mask = row_mask & within(at, num_cols, C.exact)
         v, kept = _tile((a_ptr, b_ptr), (a_row + at, b_row + at), mask, C)
         if C.keeps:
             store(y_ptr, row * num_cols + at, kept, mask)
-        if C.group > 0:
-            num_blocks = tl.cdiv(num_cols, C.group)
-            place = (num_rows, row)
-            codes = _quantize_blocks(v, start // C.group, place, row_mask, num_blocks, scales_ptr, C, ROWS, BLOCK)
-        else:
-            if not C.given and not C.looped:
-                s = scale_of(tl.max(magnitude(v), axis=1)[:, None], C.largest)
-                tl.store(scales_ptr + row, s, mask=row_mask)
-                scale = divisor(s)
-            codes = encode(v, scale, C)
-        tl.store(values_ptr + row * num_cols + at, codes, mask=mask)
+        to = (values_ptr, scales_ptr, num_rows, row)
+        store_codes((v,), scale, to, row * num_cols, row_mask, start, at, num_cols, C)

@@ -10,10 +10,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernel_fusion.backends.triton.kernels.chain import let_next_kernel_start, wait_for_previous_kernel
 from kernel_fusion.backends.triton.kernels.constants import kernel
 from kernel_fusion.backends.triton.kernels.elementary import divide
-from kernel_fusion.backends.triton.kernels.rows import load, scalar, store
+from kernel_fusion.backends.triton.kernels.rows import (
+    let_next_kernel_start,
+    load,
+    scalar,
+    store,
+    wait_for_previous_kernel,
+)
 
 
 @triton.jit

@@ -145,24 +145,21 @@ def _all_rounded(columns, TYPE: tl.constexpr, ROUNDS: tl.constexpr):
 
 
 @triton.jit
-def _begin(example, token, strides, C: tl.constexpr):
-    """The beginning of a token in a tensor."""
-    return (example * strides[0] + token * strides[1]) * C.unit
+def _begin(place, head, strides, C: tl.constexpr):
+    """The beginnings of a token's heads in a tensor."""
+    example, token, _ = place
+    return (example * strides[0] + token * strides[1]) * C.unit + head * (strides[2] * C.unit)
 
 
 @triton.jit
 def _heads_fwd(pointers, strides, heads, place, angles, C: tl.constexpr, WEIGHT: tl.constexpr):
-    """`pointers` are those of x, weight, y, and `strides` those of x and y."""
-    x_ptr, weight_ptr, y_ptr = pointers
-    of_x, of_y = strides
-    example, token, tile = place
+    """y of a tile of heads; `pointers`, here and below, are those of dy, x, weight and the result."""
+    _, x_ptr, weight_ptr, y_ptr = pointers
     ROWS: tl.constexpr = C.rows
     TYPE: tl.constexpr = x_ptr.dtype.element_ty
-    x_at = _begin(example, token, of_x, C)
-    y_at = _begin(example, token, of_y, C)
-    head = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
+    head = place[2] * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
     mask = head < heads
-    columns = _load_columns(x_ptr, x_at + head * (of_x[2] * C.unit), mask, ROWS, C)
+    columns = _load_columns(x_ptr, _begin(place, head, strides[1], C), mask, ROWS, C)
     rounds: tl.constexpr = C.rounding == "hf"
     product: tl.constexpr = rounds and (not WEIGHT or weight_ptr.dtype.element_ty == TYPE)
     if C.norm:
@@ -175,31 +172,23 @@ def _heads_fwd(pointers, strides, heads, place, angles, C: tl.constexpr, WEIGHT:
     cos, sin = angles
     y1 = _rounded(n1 * cos, TYPE, turns) - _rounded(n2 * sin, TYPE, turns)
     y2 = _rounded(n2 * cos, TYPE, turns) + _rounded(n1 * sin, TYPE, turns)
-    _store_columns(y_ptr, y_at + head * (of_y[2] * C.unit), mask, (y1, y2, rest), ROWS, C)
+    _store_columns(y_ptr, _begin(place, head, strides[2], C), mask, (y1, y2, rest), ROWS, C)
 
 
 @triton.jit
 def _heads_bwd(pointers, strides, heads, place, angles, C: tl.constexpr, WEIGHT: tl.constexpr, DX: tl.constexpr):
-    """dx of a tile of heads, if wanted, and what they add to dweight.
-
-    `pointers` are those of dy, x, weight, dx, and `strides` those of dy, x and dx.
-    """
+    """dx of a tile of heads, if wanted, and what they add to dweight."""
     dy_ptr, x_ptr, weight_ptr, dx_ptr = pointers
-    of_dy, of_x, of_dx = strides
-    example, token, tile = place
     ROWS: tl.constexpr = C.rows
-    dy_at = _begin(example, token, of_dy, C)
-    x_at = _begin(example, token, of_x, C)
-    dx_at = _begin(example, token, of_dx, C)
-    head = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
+    head = place[2] * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
     mask = head < heads
-    dy1, dy2, rest = _load_columns(dy_ptr, dy_at + head * (of_dy[2] * C.unit), mask, ROWS, C)
+    dy1, dy2, rest = _load_columns(dy_ptr, _begin(place, head, strides[0], C), mask, ROWS, C)
     cos, sin = angles
     g = (dy1 * cos + dy2 * sin, dy2 * cos - dy1 * sin, rest)
     dx = g
     terms = g
     if C.norm:
-        x = _load_columns(x_ptr, x_at + head * (of_x[2] * C.unit), mask, ROWS, C)
+        x = _load_columns(x_ptr, _begin(place, head, strides[1], C), mask, ROWS, C)
         rstd = _rstd(x[0], x[1], x[2], C)
         n = _times(x, (rstd, rstd, rstd))
         gw = _times(g, _weights(weight_ptr, C, WEIGHT))
@@ -207,7 +196,7 @@ def _heads_bwd(pointers, strides, heads, place, angles, C: tl.constexpr, WEIGHT:
         dx = ((gw[0] - n[0] * mean) * rstd, (gw[1] - n[1] * mean) * rstd, (gw[2] - n[2] * mean) * rstd)
         terms = _times(g, _all_rounded(n, x_ptr.dtype.element_ty, C.rounding == "hf"))
     if DX:
-        _store_columns(dx_ptr, dx_at + head * (of_dx[2] * C.unit), mask, dx, ROWS, C)
+        _store_columns(dx_ptr, _begin(place, head, strides[2], C), mask, dx, ROWS, C)
     # A missing head may have an infinite n.
     return tl.where(mask, terms[0], 0.0), tl.where(mask, terms[1], 0.0), tl.where(mask, terms[2], 0.0)
 
@@ -219,57 +208,6 @@ def _place(item, tiles, tokens):
     return number // tokens, number % tokens, item % tiles
 
 
-@kernel()
-def rotary_fwd(
-    query_ptr,
-    key_ptr,
-    query_weight_ptr,
-    key_weight_ptr,
-    cos_ptr,
-    sin_ptr,
-    positions_ptr,
-    query_out_ptr,
-    key_out_ptr,
-    tokens,
-    query_heads,
-    key_heads,
-    table_rows,
-    t0,
-    t1,
-    p0,
-    p1,
-    q0,
-    q1,
-    q2,
-    k0,
-    k1,
-    k2,
-    y0,
-    y1,
-    y2,
-    z0,
-    z1,
-    z2,
-    C: tl.constexpr,
-):
-    """A program for each tile of each token. Strides are those of x and y of both."""
-    ROWS: tl.constexpr = C.rows
-    query_tiles = tl.cdiv(query_heads, ROWS)
-    tiles = query_tiles
-    if C.has_key:
-        tiles += tl.cdiv(key_heads, ROWS)
-    example, token, tile = _place(tl.program_id(0).to(tl.int64), tiles, tokens)
-    angles = _angles((cos_ptr, sin_ptr, positions_ptr), example, token, (t0, t1, p0, p1), table_rows, C)
-    if tile < query_tiles:
-        pointers = (query_ptr, query_weight_ptr, query_out_ptr)
-        strides = ((q0, q1, q2), (y0, y1, y2))
-        _heads_fwd(pointers, strides, query_heads, (example, token, tile), angles, C, C.has_weight)
-    elif C.has_key:
-        pointers = (key_ptr, key_weight_ptr, key_out_ptr)
-        strides = ((k0, k1, k2), (z0, z1, z2))
-        _heads_fwd(pointers, strides, key_heads, (example, token, tile - query_tiles), angles, C, C.has_key_weight)
-
-
 @triton.jit
 def _write_partial(ptr, sums, C: tl.constexpr):
     """One partial row."""
@@ -279,7 +217,7 @@ def _write_partial(ptr, sums, C: tl.constexpr):
 
 
 @kernel()
-def rotary_bwd(
+def rotary(
     dy_ptr,
     dy_key_ptr,
     query_ptr,
@@ -289,8 +227,8 @@ def rotary_bwd(
     cos_ptr,
     sin_ptr,
     positions_ptr,
-    dquery_ptr,
-    dkey_ptr,
+    query_out_ptr,
+    key_out_ptr,
     partials_ptr,
     num_tokens,
     tokens,
@@ -321,7 +259,10 @@ def rotary_bwd(
     z2,
     C: tl.constexpr,
 ):
-    """dx of query and key, and partial sums of weights' gradients. Strides are those of dy, x and dx."""
+    """The results of query and key; or, C.backward, their gradients, and partial sums of their weights'.
+
+    Strides are those of dy, x and the results.
+    """
     ROWS: tl.constexpr = C.rows
     BLOCK: tl.constexpr = C.block
     REST: tl.constexpr = C.rest if C.rest > 0 else C.block
@@ -330,39 +271,49 @@ def rotary_bwd(
     if C.has_key:
         tiles += tl.cdiv(key_heads, ROWS)
     program = tl.program_id(0).to(tl.int64)
-    a1 = tl.zeros([ROWS, BLOCK], C.acc)
-    a2 = tl.zeros([ROWS, BLOCK], C.acc)
-    a3 = tl.zeros([ROWS, REST], C.acc)
-    b1 = tl.zeros([ROWS, BLOCK], C.acc)
-    b2 = tl.zeros([ROWS, BLOCK], C.acc)
-    b3 = tl.zeros([ROWS, REST], C.acc)
-    for item in range(program, scalar(num_tokens, tl.int64) * tiles, tl.num_programs(0)):
-        example, token, tile = _place(item, tiles, tokens)
-        angles = _angles((cos_ptr, sin_ptr, positions_ptr), example, token, (t0, t1, p0, p1), table_rows, C)
-        if tile < query_tiles:
-            if C.dquery or C.dweight:
-                pointers = (dy_ptr, query_ptr, query_weight_ptr, dquery_ptr)
-                strides = ((g0, g1, g2), (q0, q1, q2), (y0, y1, y2))
-                at = (example, token, tile)
-                d1, d2, d3 = _heads_bwd(pointers, strides, query_heads, at, angles, C, C.has_weight, C.dquery)
-                if C.dweight:
-                    a1 += d1
-                    a2 += d2
+    tables = (cos_ptr, sin_ptr, positions_ptr)
+    of_tables = (t0, t1, p0, p1)
+    query = (dy_ptr, query_ptr, query_weight_ptr, query_out_ptr)
+    of_query = ((g0, g1, g2), (q0, q1, q2), (y0, y1, y2))
+    key = (dy_key_ptr, key_ptr, key_weight_ptr, key_out_ptr)
+    of_key = ((h0, h1, h2), (k0, k1, k2), (z0, z1, z2))
+    if C.backward:
+        a1 = tl.zeros([ROWS, BLOCK], C.acc)
+        a2 = tl.zeros([ROWS, BLOCK], C.acc)
+        a3 = tl.zeros([ROWS, REST], C.acc)
+        b1 = tl.zeros([ROWS, BLOCK], C.acc)
+        b2 = tl.zeros([ROWS, BLOCK], C.acc)
+        b3 = tl.zeros([ROWS, REST], C.acc)
+        for item in range(program, scalar(num_tokens, tl.int64) * tiles, tl.num_programs(0)):
+            example, token, tile = _place(item, tiles, tokens)
+            angles = _angles(tables, example, token, of_tables, table_rows, C)
+            if tile < query_tiles:
+                if C.dquery or C.dweight:
+                    at = (example, token, tile)
+                    d1, d2, d3 = _heads_bwd(query, of_query, query_heads, at, angles, C, C.has_weight, C.dquery)
+                    if C.dweight:
+                        a1 += d1
+                        a2 += d2
+                        if C.rest > 0:
+                            a3 += d3
+            elif C.dkey or C.dkey_weight:
+                at = (example, token, tile - query_tiles)
+                d1, d2, d3 = _heads_bwd(key, of_key, key_heads, at, angles, C, C.has_key_weight, C.dkey)
+                if C.dkey_weight:
+                    b1 += d1
+                    b2 += d2
                     if C.rest > 0:
-                        a3 += d3
-        elif C.dkey or C.dkey_weight:
-            pointers = (dy_key_ptr, key_ptr, key_weight_ptr, dkey_ptr)
-            strides = ((h0, h1, h2), (k0, k1, k2), (z0, z1, z2))
-            at = (example, token, tile - query_tiles)
-            d1, d2, d3 = _heads_bwd(pointers, strides, key_heads, at, angles, C, C.has_key_weight, C.dkey)
-            if C.dkey_weight:
-                b1 += d1
-                b2 += d2
-                if C.rest > 0:
-                    b3 += d3
-    # The query's weight's, one per program, then the key's.
-    if C.dweight:
-        _write_partial(partials_ptr + program * C.cols, (a1, a2, a3), C)
-    if C.dkey_weight:
-        first = tl.num_programs(0) if C.dweight else 0
-        _write_partial(partials_ptr + (first + program) * C.cols, (b1, b2, b3), C)
+                        b3 += d3
+        # The query's weight's, one per program, then the key's.
+        if C.dweight:
+            _write_partial(partials_ptr + program * C.cols, (a1, a2, a3), C)
+        if C.dkey_weight:
+            first = tl.num_programs(0) if C.dweight else 0
+            _write_partial(partials_ptr + (first + program) * C.cols, (b1, b2, b3), C)
+    else:
+        example, token, tile = _place(program, tiles, tokens)
+        angles = _angles(tables, example, token, of_tables, table_rows, C)
+        if tile < query_tiles:
+            _heads_fwd(query, of_query, query_heads, (example, token, tile), angles, C, C.has_weight)
+        elif C.has_key:
+            _heads_fwd(key, of_key, key_heads, (example, token, tile - query_tiles), angles, C, C.has_key_weight)

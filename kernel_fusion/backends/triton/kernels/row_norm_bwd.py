@@ -22,7 +22,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernel_fusion.backends.triton.kernels.chain import wait_for_previous_kernel
 from kernel_fusion.backends.triton.kernels.constants import kernel
 from kernel_fusion.backends.triton.kernels.elementary import divide, quotient
 from kernel_fusion.backends.triton.kernels.row_norm_tiles import (
@@ -43,6 +42,7 @@ from kernel_fusion.backends.triton.kernels.rows import (
     place,
     scalar,
     store_sums,
+    wait_for_previous_kernel,
     within,
 )
 
@@ -222,7 +222,7 @@ def _columns(pointers, partials, here, lengths, strides, steps, C: tl.constexpr)
         if C.dbias:
             dbias += g
         if C.dgate:
-            u = before_gate(pointers, rows[2], col, rows[3] + start, mask, C, True)
+            u = before_gate(pointers[2], pointers[7], rows[2] + col, rows[3] + start, mask, C, C.block, True)
             dgate += load(pointers[9], rows[3] + col, mask, C.wide, True) * u
     at = start + tl.arange(0, BLOCK)
     store_partials(partials, program, programs, at, (dweight, dbias, dgate), num_cols, of_all(num_cols, groups, C), C)
@@ -252,11 +252,11 @@ def row_norm_bwd(
     dy_ptr,
     h_ptr,
     other_ptr,
-    dh_ptr,
     weight_ptr,
     bias_ptr,
     gate_ptr,
     seed_ptr,
+    dh_ptr,
     stats_ptr,
     dx_ptr,
     dother_ptr,

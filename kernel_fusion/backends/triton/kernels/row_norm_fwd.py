@@ -3,7 +3,7 @@
     u = dropout(pre_activation(x)), h = residual + gate * u, y = activation(norm(h) * (offset + weight) + bias)
 
 or with a gate: h = x * gate_activation(gate), if that comes first, or y = (norm(x) * ...) * gate_activation(gate). The
-residual or the gate is the other row. Groups of rows may have their own weight and bias.
+residual or the gate is the other row.
 
 A program has ROWS whole rows, each in PIECES blocks of columns, or one row whose blocks are cut in SLICES: x is read
 once, and the variance is that of deviations from the mean. Longer rows (LOOPED) are read twice, a block at a time:
@@ -18,26 +18,31 @@ import triton
 import triton.language as tl
 
 from kernel_fusion.backends.triton.kernels.activations import value
-from kernel_fusion.backends.triton.kernels.chain import let_next_kernel_start, wait_for_previous_kernel
 from kernel_fusion.backends.triton.kernels.constants import kernel
 from kernel_fusion.backends.triton.kernels.elementary import divide, quotient, reciprocal_sqrt
-from kernel_fusion.backends.triton.kernels.quantize import store_codes
-from kernel_fusion.backends.triton.kernels.row_norm_tiles import affine, normalised, store_statistics, weight_and_bias
+from kernel_fusion.backends.triton.kernels.quantize import given_scale, store_codes
+from kernel_fusion.backends.triton.kernels.row_norm_tiles import (
+    affine,
+    factor,
+    normalised,
+    rows_at,
+    store_statistics,
+    weight_and_bias,
+)
 from kernel_fusion.backends.triton.kernels.rows import (
+    let_next_kernel_start,
     load,
     means_over_ranks,
     of_all,
     of_group,
     part_of,
     place,
-    row_of,
-    row_offset,
     scalar,
     store,
     store_sums,
+    wait_for_previous_kernel,
     within,
 )
-from kernel_fusion.backends.triton.kernels.stages import factor
 
 
 @triton.jit
@@ -215,7 +220,7 @@ def _whole_rows(pointers, parameters, results, rows, row_mask, start, col, num_c
         if C.codes != "":
             ys = ys + (tl.where(mask, y.to(y_ptr.dtype.element_ty).to(tl.float32), 0.0),)
     if C.codes != "":
-        store_codes(ys, codes, y_row, row_mask, start, col, num_cols, C)
+        store_codes(ys, given_scale(codes[1], C), codes, y_row, row_mask, start, col, num_cols, C)
     return mean, rstd
 
 
@@ -225,18 +230,14 @@ def _rows(pointers, parameters, results, number, here, lengths, strides, counts,
     ROWS: tl.constexpr = C.rows
     SLICES: tl.constexpr = C.slices
     WIDTH: tl.constexpr = C.block // C.slices
-    num_rows, num_cols, middle, inner = lengths
+    num_cols = lengths[1]
     group, all_rows, steps = here
     y_ptr, h_ptr, stats_ptr, codes_ptr = results
     count, each = counts
     sample = number.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    row_mask = sample < num_rows
-    row = row_of(sample, group, steps, C)
+    row, rows, row_mask = rows_at(sample, group, lengths, strides, steps, C)
     start = tl.arange(0, SLICES)[:, None] * WIDTH
     col = start + tl.arange(0, WIDTH)[None, :]
-    x_row = row_offset(row, (middle, inner), strides[0], C.unit, C.flat)
-    other_row = row_offset(row, (middle, inner), strides[1], C.unit, C.flat)
-    rows = (x_row, other_row, row * num_cols)
     written = (y_ptr, h_ptr, (codes_ptr, stats_ptr, all_rows, row))
     wait_for_previous_kernel(C.chained)
     let_next_kernel_start(C.chained and C.releases)
@@ -260,18 +261,16 @@ def _joined(pointers, parameters, results, number, here, lengths, strides, C: tl
     The sums take the place of h in `results`. The last rows come first, because some are still in the L2 cache. Rows
     are asked for before the sums are divided, which branches.
     """
-    num_rows, num_cols, middle, inner = lengths
+    num_cols = lengths[1]
     group, all_rows, steps = here
     y_ptr, sums_ptr, stats_ptr, _ = results
     sample, start = part_of(number, num_cols, C)
-    row_mask = sample < num_rows
-    row = row_of(sample, group, steps, C)
+    row, rows, row_mask = rows_at(sample, group, lengths, strides, steps, C)
+    h_row, other_row, y_row = rows
     at = start + tl.arange(0, C.block)[None, :]
     col_mask = within(at, num_cols, C.exact)
     mask = row_mask & col_mask
-    h_offset = row_offset(row, (middle, inner), strides[0], C.unit, C.flat) + at
-    other_offset = row_offset(row, (middle, inner), strides[1], C.unit, C.flat) + at
-    h = normalised(pointers, (h_offset, other_offset), at, row * num_cols + start, (mask, col_mask), C, C.block, True)
+    h = normalised(pointers, (h_row + at, other_row + at), at, y_row + start, (mask, col_mask), C, C.block, True)
     vectors = weight_and_bias(parameters, at, col_mask, C)
     variance, mean = means_over_ranks(sums_ptr, row, all_rows, row_mask, C)
     if not C.rms:
@@ -282,8 +281,8 @@ def _joined(pointers, parameters, results, number, here, lengths, strides, C: tl
     _, z = affine((h - mean) * rstd, vectors, C, pointers[0].dtype.element_ty)
     y = value(z, C.activation)
     if C.last_factor:
-        y = y * factor(load(pointers[1], other_offset, mask, C.wide, True), C)
-    store(y_ptr, row * num_cols + at, y, mask, LAST=True)
+        y = y * factor(load(pointers[1], other_row + at, mask, C.wide, True), C)
+    store(y_ptr, y_row + at, y, mask, LAST=True)
     if not C.looped or start == 0:
         store_statistics(stats_ptr, row, all_rows, row_mask, (mean, rstd), C)
 
@@ -322,7 +321,7 @@ def row_norm_fwd(
 
     `num_rows` is that of samples, each of which has a row in every group. C.part: h, and instead of statistics the sums
     of squares and of values. C.joined: these, added up over the ranks, take the place of h, and y comes of them.
-    C.codes: codes of y, and instead of statistics their scales, which may be given; y, if C.keeps.
+    C.codes: codes of y, and instead of statistics their scales, which may be given.
     """
     num_cols = col_units * C.unit
     # Divided before anything is waited for; the compiler would move an approximate division between the sums.

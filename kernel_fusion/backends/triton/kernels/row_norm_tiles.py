@@ -8,22 +8,42 @@ import triton.language as tl
 from kernel_fusion.backends.triton.kernels.activations import times_slope, value
 from kernel_fusion.backends.triton.kernels.dropout import kept
 from kernel_fusion.backends.triton.kernels.rows import load, row_of, row_offset, shifted, store
-from kernel_fusion.backends.triton.kernels.stages import factor, times_factor_slope
+
+
+@triton.jit
+def factor(row, C: tl.constexpr):
+    """The factor for a tile of a stage's row: gate_activation(gate)."""
+    return value(row, C.gate_activation)
+
+
+@triton.jit
+def times_factor_slope(g, row, C: tl.constexpr):
+    """The row's gradient, from the factor's."""
+    return times_slope(g, row, C.gate_activation)
+
+
+@triton.jit
+def _dropped(v, seed_ptr, position, C: tl.constexpr, BLOCK: tl.constexpr):
+    """Dropout of a tile; `position` is that of column 0 of every row."""
+    if C.threshold > 0:
+        v = tl.where(kept(seed_ptr, position, C.threshold, C.aligned, BLOCK), v * C.kept_scale, 0.0)
+    return v
+
+
+@triton.jit
+def before_gate(x_ptr, seed_ptr, offset, position, mask, C: tl.constexpr, BLOCK: tl.constexpr, LAST: tl.constexpr):
+    """A tile of dropout(pre_activation(x)), which the residual's gate multiplies."""
+    return _dropped(value(load(x_ptr, offset, mask, C.wide, LAST), C.pre_activation), seed_ptr, position, C, BLOCK)
 
 
 @triton.jit
 def normalised(pointers, offsets, at, position, masks, C: tl.constexpr, BLOCK: tl.constexpr, LAST: tl.constexpr):
-    """h of a tile, BLOCK columns wide, of x and the other row: `pointers`, the seed's the third.
-
-    `position` is that of column 0 of every row, for dropout.
-    """
+    """h of a tile, BLOCK columns wide, of x and the other row: `pointers`, the seed's the third."""
     x_ptr, other_ptr, seed_ptr, gate_ptr = pointers
     mask, col_mask = masks
-    h = value(load(x_ptr, offsets[0], mask, C.wide, LAST), C.pre_activation)
-    if C.threshold > 0:
-        h = tl.where(kept(seed_ptr, position, C.threshold, C.aligned, BLOCK), h * C.kept_scale, 0.0)
+    h = before_gate(x_ptr, seed_ptr, offsets[0], position, mask, C, BLOCK, LAST)
     if C.has_residual:
-        if C.gates_residual:
+        if C.residual_gate is not None:
             h = h * load(gate_ptr, at, col_mask, C.wide)
         h = load(other_ptr, offsets[1], mask, C.wide, LAST) + h
         h = h.to(other_ptr.dtype.element_ty).to(C.acc)
@@ -91,14 +111,14 @@ def statistics_of(stats_ptr, row, num_stats, row_mask, C: tl.constexpr):
 
 @triton.jit
 def rows_at(sample, group, lengths, strides, steps, C: tl.constexpr):
-    """Rows of samples in a group: their numbers, beginnings in dy, h, the other row and results, and which exist."""
+    """Rows of samples in a group: their numbers, beginnings in each tensor, and which exist."""
     num_rows, num_cols, middle, inner = lengths
     row_mask = sample < num_rows
     row = row_of(sample, group, steps, C)
-    dy_row = row_offset(row, (middle, inner), strides[0], C.unit, C.flat)
-    h_row = row_offset(row, (middle, inner), strides[1], C.unit, C.flat)
-    other_row = row_offset(row, (middle, inner), strides[2], C.unit, C.flat)
-    return row, (dy_row, h_row, other_row, row * num_cols), row_mask
+    rows = ()
+    for i in tl.static_range(len(strides)):
+        rows = rows + (row_offset(row, (middle, inner), strides[i], C.unit, C.flat),)
+    return row, rows + (row * num_cols,), row_mask
 
 
 @triton.jit
@@ -141,15 +161,6 @@ def gradient(pointers, rows, start, at, statistics, mask, col_mask, C: tl.conste
 
 
 @triton.jit
-def before_gate(pointers, other_row, at, position, mask, C: tl.constexpr, LAST: tl.constexpr):
-    """A tile of dropout(pre_activation(x)), which the residual's gate multiplies."""
-    u = value(load(pointers[2], other_row + at, mask, C.wide, LAST), C.pre_activation)
-    if C.threshold > 0:
-        u = tl.where(kept(pointers[7], position, C.threshold, C.aligned, C.block), u * C.kept_scale, 0.0)
-    return u
-
-
-@triton.jit
 def write(pointers, rows, start, at, n, gw, means, rstd, masks, C: tl.constexpr, LAST: tl.constexpr):
     """dx, and the gradient of the residual or of a first factor's row, of a tile; returns what dgate sums up."""
     _, h_ptr, other_ptr, dh_ptr, _, _, gate_ptr, seed_ptr, dx_ptr, dother_ptr, _ = pointers
@@ -172,13 +183,12 @@ def write(pointers, rows, start, at, n, gw, means, rstd, masks, C: tl.constexpr,
         store(dother_ptr, out_offset, dh, mask, LAST)
     of_gate = dh
     if C.dgate:
-        u = before_gate(pointers, other_row, at, position, mask, C, LAST)
+        u = before_gate(other_ptr, seed_ptr, other_offset, position, mask, C, C.block, LAST)
         of_gate = tl.where(mask, dh * u, 0.0)
     if C.dx:
-        if C.gates_residual:
+        if C.residual_gate is not None:
             dh = dh * load(gate_ptr, at, col_mask, C.wide)
-        if C.threshold > 0:
-            dh = tl.where(kept(seed_ptr, position, C.threshold, C.aligned, C.block), dh * C.kept_scale, 0.0)
+        dh = _dropped(dh, seed_ptr, position, C, C.block)
         if C.pre_activation != "identity":
             dh = times_slope(dh, load(other_ptr, other_offset, mask, C.wide), C.pre_activation)
         store(dx_ptr, out_offset, dh, mask, LAST)

@@ -1,9 +1,26 @@
-"""Where rows lie, and the type that a kernel computes in."""
+"""Where rows lie, the type that a kernel computes in, and programmatic dependent launch.
+
+A chained kernel starts while the one before it runs, and waits for all earlier launches before it touches memory.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def wait_for_previous_kernel(CHAINED: tl.constexpr):
+    """Before memory is touched, if the kernel is chained."""
+    if CHAINED:  # pragma: gpu
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def let_next_kernel_start(RELEASES: tl.constexpr):
+    """Once every program is here or ended, a chained next kernel may start."""
+    if RELEASES:  # pragma: gpu
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -120,7 +137,7 @@ def load(ptr, offset, mask, WIDE: tl.constexpr, LAST: tl.constexpr = False):
 
 @triton.jit
 def store(ptr, offset, values, mask, LAST: tl.constexpr = False):
-    """A tile, rounded to the tensor's type. LAST: beside the last of two readings."""
+    """A tile, rounded to the tensor's type."""
     policy: tl.constexpr = "evict_first" if LAST else ""
     tl.store(ptr + offset, values.to(ptr.dtype.element_ty), mask=mask, eviction_policy=policy)
 
