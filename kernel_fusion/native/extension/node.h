@@ -71,10 +71,4 @@ struct SavingNode : Node {
   variable_list apply_with_saved(const variable_list& grads, torch::dynamo::autograd::SwapSavedVariables& swap) final;
 };
 
-// Registers at specific keys, because the Python stubs occupy the alias `Autograd` (operators/stubs.py).
-#define KF_IMPLEMENT_AUTOGRAD(...)                                    \
-  TORCH_LIBRARY_IMPL(kernel_fusion, AutogradCPU, m) { __VA_ARGS__; }  \
-  TORCH_LIBRARY_IMPL(kernel_fusion, AutogradCUDA, m) { __VA_ARGS__; } \
-  TORCH_LIBRARY_IMPL(kernel_fusion, AutogradMeta, m) { __VA_ARGS__; }
-
 }  // namespace kf

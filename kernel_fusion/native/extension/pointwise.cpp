@@ -39,7 +39,7 @@ bool has_bits(const PointwiseCall& c) {
 }
 
 Tensor reference(const PointwiseCall& c) {
-  static const auto op = find_op("kernel_fusion::pointwise_reference");
+  static const auto& op = find_op("kernel_fusion::pointwise_reference");
   return call_operator<Tensor>(op, c);
 }
 
@@ -181,35 +181,33 @@ PointwiseGradients pointwise_bwd(const Backend& backend, const Tensor& dy, const
 
 namespace {
 
-template <const Backend& backend> Tensor pointwise_or_definition(const PointwiseCall& call) {
+Tensor pointwise_or_definition(const Backend& backend, const PointwiseCall& call) {
   return accepts(call) ? pointwise(backend, call) : reference(call);
 }
 
-template <const Backend& backend> std::tuple<Tensor, Tensor> pointwise_fwd(const PointwiseCall& call) {
+std::tuple<Tensor, Tensor> pointwise_fwd(const Backend& backend, const PointwiseCall& call) {
   TORCH_CHECK(accepts(call) && has_bits(call), "kernel_fusion::pointwise_fwd: arguments that its kernels do not take");
   Tensor bits, y = pointwise(backend, call, &bits);
   return {std::move(y), std::move(bits)};
 }
 
 // An unwanted gradient is an empty tensor: an operator returns defined tensors.
-template <const Backend& backend, class... Args> auto pointwise_bwd_of(PointwiseCall (*)(Args...)) {
-  return +[](const Tensor& dy, Args... args, std::array<bool, 2> wants) -> PointwiseGradients {
-    auto [da, db] = pointwise_bwd(backend, dy, pointwise_call(args...), wants);
+template <auto make> struct Backward;
+template <class... Args, PointwiseCall (*make)(Args...)> struct Backward<make> {
+  static PointwiseGradients run(const Backend& backend, const Tensor& dy, Args... args, std::array<bool, 2> wants) {
+    auto [da, db] = pointwise_bwd(backend, dy, make(args...), wants);
     for (auto* gradient : {&da, &db})
       if (!gradient->defined()) *gradient = allocate({0}, dy.options());
     return {std::move(da), std::move(db)};
-  };
-}
+  }
+};
 
-template <const Backend& backend> void implement_pointwise(torch::Library& m) {
-  m.impl("pointwise", Implementation<pointwise_call, pointwise_or_definition<backend>>::run);
-  m.impl("pointwise_fwd", Implementation<pointwise_call, pointwise_fwd<backend>>::run);
-  m.impl("pointwise_bwd", pointwise_bwd_of<backend>(pointwise_call));
-}
+const Implements pointwise_kernels[] = {
+    {"pointwise", {&kCpu, &kCuda}, Implementation<pointwise_call, pointwise_or_definition>::kernel},
+    {"pointwise_fwd", {&kCpu, &kCuda}, Implementation<pointwise_call, pointwise_fwd>::kernel},
+    {"pointwise_bwd", {&kCpu, &kCuda}, Boxed<&Backward<pointwise_call>::run>::kernel},
+};
 
 }  // namespace
-
-TORCH_LIBRARY_IMPL(kernel_fusion, CPU, m) { implement_pointwise<kCpu>(m); }
-TORCH_LIBRARY_IMPL(kernel_fusion, CUDA, m) { implement_pointwise<kCuda>(m); }
 
 }  // namespace kf

@@ -16,7 +16,7 @@ namespace kf {
 
 PointwiseGradients pointwise_bwd(const Tensor& dy, const PointwiseCall& c, std::array<bool, 2> wants) {
   if (const auto* backend = direct(with_tensors(c, keys_of, dy))) return pointwise_bwd(*backend, dy, c, wants);
-  static const auto op = find_op("kernel_fusion::pointwise_bwd");
+  static const auto& op = find_op("kernel_fusion::pointwise_bwd");
   return with_arguments(c, [&](const auto&... args) { return call_boxed<PointwiseGradients>(op, dy, args..., wants); });
 }
 
@@ -27,12 +27,12 @@ Tensor below_autograd(c10::DispatchKeySet keys, const PointwiseCall& c, Tensor* 
   const at::AutoDispatchBelowADInplaceOrView below;
   if (const auto* backend = direct(keys)) return pointwise(*backend, c, bits);
   if (bits) {
-    static const auto fwd = find_op("kernel_fusion::pointwise_fwd");
+    static const auto& fwd = find_op("kernel_fusion::pointwise_fwd");
     Tensor y;
     std::tie(y, *bits) = call_operator<std::tuple<Tensor, Tensor>>(fwd, c);
     return y;
   }
-  static const auto op = find_op("kernel_fusion::pointwise");
+  static const auto& op = find_op("kernel_fusion::pointwise");
   return call_operator<Tensor>(op, c);
 }
 
@@ -184,6 +184,7 @@ Tensor pointwise_autograd(c10::DispatchKeySet keys, const PointwiseCall& call) {
 
 }  // namespace
 
-KF_IMPLEMENT_AUTOGRAD(m.impl("pointwise", Implementation<pointwise_call, pointwise_autograd>::autograd))
+static const Implements pointwise_at_autograd("pointwise", KF_AUTOGRAD_KEYS,
+                                              Implementation<pointwise_call, pointwise_autograd>::kernel);
 
 }  // namespace kf

@@ -9,7 +9,7 @@ namespace {
 Tensor below_autograd(c10::DispatchKeySet keys, const ReduceVerbCall& c) {
   const at::AutoDispatchBelowADInplaceOrView below;
   if (const auto* backend = direct(keys)) return reduce(*backend, c);
-  static const auto op = find_op("kernel_fusion::reduce");
+  static const auto& op = find_op("kernel_fusion::reduce");
   return call_operator<Tensor>(op, c);
 }
 
@@ -77,6 +77,6 @@ Tensor reduce_autograd(c10::DispatchKeySet keys, const ReduceVerbCall& call) {
 
 }  // namespace
 
-KF_IMPLEMENT_AUTOGRAD(m.impl("reduce", Implementation<reduce_call, reduce_autograd>::autograd))
+static const Implements reduce_at_autograd("reduce", KF_AUTOGRAD_KEYS, Implementation<reduce_call, reduce_autograd>::kernel);
 
 }  // namespace kf

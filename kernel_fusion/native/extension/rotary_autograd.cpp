@@ -8,7 +8,7 @@ namespace kf {
 namespace {
 
 RotaryResult call_verb(const RotaryCall& c) {
-  static const auto op = find_op("kernel_fusion::qk_norm_rope");
+  static const auto& op = find_op("kernel_fusion::qk_norm_rope");
   return call_operator<RotaryResult>(op, c);
 }
 
@@ -22,7 +22,7 @@ RotaryGradients call_backward(const RotaryBwdCall& c) {
   const auto* backend =
       direct(keys_of(c.dy, c.dy_key, c.query, c.key, c.query_weight, c.key_weight, c.cos, c.sin, c.positions));
   if (backend && backend->rotary_bwd) return rotary_bwd(*backend, c);
-  static const auto op = find_op("kernel_fusion::qk_norm_rope_bwd");
+  static const auto& op = find_op("kernel_fusion::qk_norm_rope_bwd");
   return call_operator<RotaryGradients>(op, c);
 }
 
@@ -131,6 +131,7 @@ RotaryResult rotary_autograd(c10::DispatchKeySet keys, const RotaryCall& call) {
 
 }  // namespace
 
-KF_IMPLEMENT_AUTOGRAD(m.impl("qk_norm_rope", Implementation<rotary_call, rotary_autograd>::autograd))
+static const Implements rotary_at_autograd("qk_norm_rope", KF_AUTOGRAD_KEYS,
+                                           Implementation<rotary_call, rotary_autograd>::kernel);
 
 }  // namespace kf

@@ -14,7 +14,7 @@ namespace {
 // ---- Below autograd ------------------------------------------------------------------------------------------------
 
 ForwardResult call_forward(const ForwardCall& c) {
-  static const auto op = find_op("kernel_fusion::row_norm_fwd");
+  static const auto& op = find_op("kernel_fusion::row_norm_fwd");
   auto result = with_stages(c, c, [&](const auto&... stages) {
     return call_boxed<ForwardResult>(op, c.input, c.num_dims, c.weight, c.bias, c.eps, c.weight_offset, c.out_dtype, c.rms,
                                      c.residual, stages...);
@@ -25,7 +25,7 @@ ForwardResult call_forward(const ForwardCall& c) {
 
 RowNormGradients call_backward(const BackwardCall& c) {
   if (const auto* backend = direct(with_tensors(c, keys_of))) return backward(*backend, c);
-  static const auto op = find_op("kernel_fusion::row_norm_bwd");
+  static const auto& op = find_op("kernel_fusion::row_norm_bwd");
   return std::make_from_tuple<RowNormGradients>(call_operator<BackwardResult>(op, c));
 }
 
@@ -209,7 +209,7 @@ template <const char* name, class Result, auto make> struct Verb;
 template <const char* name, class Result, class... Rest, ForwardCall (*make)(const Tensor&, Rest...)>
 struct Verb<name, Result, make> {
   static const auto& op() {
-    static const auto found = find_op(name).typed<Result(const Tensor&, Rest...)>();
+    static const auto& found = find_op(name);
     return found;
   }
 
@@ -226,15 +226,15 @@ struct Verb<name, Result, make> {
       const at::AutoDispatchBelowADInplaceOrView below;
       if (const auto* backend = direct(keys)) std::tie(y, stats, h) = forward(*backend, call);
       else if (call.wants_stats) std::tie(y, stats, h) = call_forward(call);
-      else return op().redispatch(keys & c10::after_ADInplaceOrView_keyset, input, rest...);
+      else return redispatch_boxed<Result>(op(), keys & c10::after_ADInplaceOrView_keyset, input, rest...);
     }
     if (call.wants_stats) set_history(call, y, stats, h);
     return verb_result<Result>(std::move(y), std::move(h), input);
   }
 
-  static Result autocast(const Tensor& input, Rest... rest) {
+  static Result autocast(c10::DispatchKeySet, const Tensor& input, Rest... rest) {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
-    return op().call(input, under_autocast<Rest>(rest, input)...);
+    return call_boxed<Result>(op(), input, under_autocast<Rest>(rest, input)...);
   }
 };
 
@@ -244,20 +244,15 @@ using LayerNorm = Verb<kLayerNorm, Tensor, plain_call<double>>;
 using RmsNorm = Verb<kRmsNorm, Tensor, plain_call<std::optional<double>>>;
 using StagedNorm = Verb<kStagedNorm, StagedResult, staged_call>;
 
-void implement_autograd(torch::Library& m) {
-  m.impl("layer_norm", LayerNorm::autograd);
-  m.impl("rms_norm", RmsNorm::autograd);
-  m.impl("staged_row_norm", StagedNorm::autograd);
-}
+const Implements row_norm_at_autograd[] = {
+    {"layer_norm", KF_AUTOGRAD_KEYS, Boxed<&LayerNorm::autograd>::kernel},
+    {"rms_norm", KF_AUTOGRAD_KEYS, Boxed<&RmsNorm::autograd>::kernel},
+    {"staged_row_norm", KF_AUTOGRAD_KEYS, Boxed<&StagedNorm::autograd>::kernel},
+    {"layer_norm", {c10::DispatchKey::AutocastCUDA}, Boxed<&LayerNorm::autocast>::kernel},
+    {"rms_norm", {c10::DispatchKey::AutocastCUDA}, Boxed<&RmsNorm::autocast>::kernel},
+    {"staged_row_norm", {c10::DispatchKey::AutocastCUDA}, Boxed<&StagedNorm::autocast>::kernel},
+};
 
 }  // namespace
-
-KF_IMPLEMENT_AUTOGRAD(implement_autograd(m))
-
-TORCH_LIBRARY_IMPL(kernel_fusion, AutocastCUDA, m) {
-  m.impl("layer_norm", LayerNorm::autocast);
-  m.impl("rms_norm", RmsNorm::autocast);
-  m.impl("staged_row_norm", StagedNorm::autocast);
-}
 
 }  // namespace kf

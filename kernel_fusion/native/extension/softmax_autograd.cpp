@@ -10,7 +10,7 @@ namespace {
 Tensor below_autograd(c10::DispatchKeySet keys, const SoftmaxVerbCall& c) {
   const at::AutoDispatchBelowADInplaceOrView below;
   if (const auto* backend = direct(keys)) return softmax(*backend, c);
-  static const auto op = find_op("kernel_fusion::softmax");
+  static const auto& op = find_op("kernel_fusion::softmax");
   return call_operator<Tensor>(op, c);
 }
 
@@ -20,7 +20,7 @@ Tensor softmax_backward(const SoftmaxBwdCall& c) {
   const auto* backend = direct(keys_of(dy, y));
   if (!at::GradMode::is_enabled()) {
     if (backend) return softmax_bwd(*backend, c);
-    static const auto op = find_op("kernel_fusion::softmax_bwd");
+    static const auto& op = find_op("kernel_fusion::softmax_bwd");
     return call_operator<Tensor>(op, c);
   }
   if (backend) check_all_memory(dy, y);  // ATen's operations check none
@@ -85,6 +85,7 @@ Tensor softmax_autograd(c10::DispatchKeySet keys, const SoftmaxVerbCall& call) {
 
 }  // namespace
 
-KF_IMPLEMENT_AUTOGRAD(m.impl("softmax", Implementation<softmax_call, softmax_autograd>::autograd))
+static const Implements softmax_at_autograd("softmax", KF_AUTOGRAD_KEYS,
+                                            Implementation<softmax_call, softmax_autograd>::kernel);
 
 }  // namespace kf
