@@ -13,10 +13,12 @@ template <class T> T take(Stack& stack, size_t place) { return std::move(torch::
 template <class T> void push(Stack& stack, const T& value) { stack.emplace_back(value); }
 void drop(Stack& stack, size_t count) { torch::jit::drop(stack, count); }
 
-#define KF_VALUES(X)                                                                                            \
-  X(Tensor)                                                                                                     \
-  X(OptionalTensor) X(bool) X(int64_t) X(double) X(std::optional<double>) X(std::string_view) X(at::ScalarType) \
-      X(OptionalDtype) X(std::array<bool, 2>) X(std::array<bool, 4>) X(std::array<bool, 5>)
+#define KF_VALUES(X)                                                                                                          \
+  X(Tensor)                                                                                                                   \
+  X(OptionalTensor)                                                                                                           \
+  X(bool)                                                                                                                     \
+  X(int64_t) X(double) X(std::optional<double>) X(std::string_view) X(at::ScalarType) X(OptionalDtype) X(std::array<bool, 2>) \
+      X(std::array<bool, 4>) X(std::array<bool, 5>)
 #define KF_VALUE(...)                                    \
   template __VA_ARGS__ take(Stack& stack, size_t place); \
   template void push(Stack& stack, const __VA_ARGS__& value);

@@ -1,8 +1,8 @@
 // Pointwise chains below autograd: checks, promotion, broadcasting, allocation, registration. Python has the shapes for tracing
 // (operators/meta.py).
-#include <ATen/ExpandUtils.h>
-#include <ATen/ops/result_type.h>
-#include <ATen/ops/zeros_like.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/result_type_ops.h>
+#include <ATen/ops/zeros_like_ops.h>
 
 #include <limits>
 
@@ -28,7 +28,9 @@ Chain chain_of(const PointwiseCall& c) {
           dropout ? c.seed->const_data_ptr<int64_t>() : nullptr};
 }
 
-at::ScalarType result_type(const PointwiseCall& c) { return present(c.b) ? at::result_type(c.a, *c.b) : c.a.scalar_type(); }
+at::ScalarType result_type(const PointwiseCall& c) {
+  return present(c.b) ? at::_ops::result_type_Tensor::call(c.a, *c.b) : c.a.scalar_type();
+}
 
 }  // namespace
 
@@ -88,6 +90,8 @@ struct Gradient {
     return operand.is_contiguous() ? sum : allocate_like(operand).copy_(sum);
   }
 };
+
+Tensor zeros_like(const Tensor& t) { return at::_ops::zeros_like::call(t, {}, {}, {}, {}, {}); }
 
 // Whether t is one contiguous row in the last dimensions of `shape`, broadcast over all others, which have more than one
 // element.
@@ -157,7 +161,7 @@ PointwiseGradients pointwise_bwd(const Backend& backend, const Tensor& dy, const
   const PointwiseCall c{a, call.b, call.combine, call.activation, call.scale, call.dropout_p, call.seed};
   TORCH_CHECK(known(c) && (second.defined() || c.combine == "first") && readable(dy) && dy.device() == call.a.device() &&
                   (second.defined() || !wants[1]) &&
-                  dy.sizes().equals(second.defined() ? at::infer_size(a.sizes(), second.sizes()) : a.sizes().vec()) &&
+                  dy.sizes().equals(second.defined() ? broadcast_shape(a.sizes(), second.sizes()) : a.sizes().vec()) &&
                   (c.combine != "first" || dy.sizes().equals(a.sizes())),
               "kernel_fusion::pointwise_bwd: arguments that its kernels do not take");
   TORCH_CHECK(
@@ -166,7 +170,7 @@ PointwiseGradients pointwise_bwd(const Backend& backend, const Tensor& dy, const
   TORCH_CHECK(!dropout_of(c) || dy.is_non_overlapping_and_dense(),
               "kernel_fusion::pointwise_bwd: with dropout, dy must lie in memory as y did");
   if (dropout_of(c).drops_all() || dy.numel() == 0)
-    return {wants[0] ? at::zeros_like(a) : Tensor(), wants[1] ? at::zeros_like(second) : Tensor()};
+    return {wants[0] ? zeros_like(a) : Tensor(), wants[1] ? zeros_like(second) : Tensor()};
   if (!wants[0] && !wants[1]) return {};
   with_tensors(call, check_all_memory, dy);
   Chain chain = chain_of(c);
