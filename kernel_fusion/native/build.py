@@ -28,16 +28,16 @@ from kernel_fusion.native.forks import no_fork
 from kernel_fusion.native.jobs import Say
 
 Library = TypeVar("Library")
-# Gradients of norms on a CPU take a third of a build.
+# Gradients take a third of a build.
 Part = Literal["operators", "gradients"]
 _WHOLE: tuple[Part, ...] = ("operators", "gradients")
 
-# For several PyTorch versions, compilers, processors or sources.
+# For several PyTorch versions and compilers.
 _KEPT = 16
-# On so many cores long files are units of their own, and so many of the others are one.
+# With this many cores, long files are compiled alone, the others in fours.
 _MANY_CORES, _TOGETHER = 6, 4
-_LONG = ("node", "dispatch", "row_norm_fwd", "activation_loops", "row_norm_bwd", "row_norm_bwd_own")
-_LONG += ("row_norm_bwd_staged", "row_norm_bwd_staged_fp16_fp64")
+_LONG = {"node", "dispatch", "activation_loops", "row_norm_fwd", "row_norm_bwd", "row_norm_bwd_own"}
+_LONG |= {"row_norm_bwd_staged", "row_norm_bwd_staged_fp16_fp64"}
 
 NATIVE = Path(__file__).parent
 _SOURCES = NATIVE / "extension"
@@ -242,7 +242,7 @@ def _no_folder() -> str | None:
 
 
 def _build(key: str, variants: Sequence[str], parts: tuple[Part, ...], say: Say) -> int:
-    """A library's descriptor, built here or by another process, and stored if possible."""
+    """A library's descriptor, built here or by another process."""
     compiler = _compiler()
     with ExitStack() as stack:
         with suppress(OSError):  # every process then builds
@@ -272,7 +272,7 @@ def copy_of(file: int, stack: ExitStack) -> Path:
 
 
 def _workplaces() -> list[Path]:
-    """Safe places to build: temporary files, often nearer than a home."""
+    """Safe places to build, the nearest first."""
     places = [cache.EXTENSIONS.path("").parent]
     with suppress(OSError):
         places.insert(0, Path(tempfile.gettempdir()))
@@ -283,7 +283,7 @@ Unit = tuple[list[Path], list[str]]
 
 
 def _units(variants: Sequence[str], cores: int, parts: Sequence[Part] = _WHOLE) -> list[Unit]:
-    """Files to compile together, because they share headers, and their flags; the longest unit first."""
+    """Files to compile together, since they share headers, and flags; the longest first."""
     host, kernels = sorted(_SOURCES.glob("*.cpp")), sorted(_CPU_KERNELS.glob("*.cpp"))
     cuda = [path for path in host if path.stem.endswith("_cuda")] + sorted((_SOURCES / "cuda").glob("*.cpp"))
     others = [path for path in host if path not in cuda] + sorted((_SOURCES / "cpu").glob("*.cpp"))
@@ -293,11 +293,11 @@ def _units(variants: Sequence[str], cores: int, parts: Sequence[Part] = _WHOLE) 
     if "operators" in parts:
         units += [(files, _include_flags()) for files in (*_dealt(others, 1, cores), *_dealt(cuda, 1, cores))]
         units += [(files, cpu_flags(variant)) for files in _dealt(forward, 1, cores) for variant in variants]
-    else:  # a library of its own needs them too
+    else:  # for both parts
         backward += [path for path in forward if path.stem == "activation_loops"]
     if "gradients" in parts:
         units += [(files, cpu_flags(variant)) for files in _dealt(backward, 2, cores) for variant in variants]
-    return sorted(units, key=lambda unit: len(unit[0]) > 1)  # those of one file are the longest
+    return sorted(units, key=lambda unit: len(unit[0]) > 1)  # long files first
 
 
 def _dealt(files: list[Path], count: int, cores: int) -> list[list[Path]]:

@@ -13,16 +13,22 @@ template <class T> T take(Stack& stack, size_t place) { return std::move(torch::
 template <class T> void push(Stack& stack, const T& value) { stack.emplace_back(value); }
 void drop(Stack& stack, size_t count) { torch::jit::drop(stack, count); }
 
-#define KF_VALUES(X)                                                                                                          \
-  X(Tensor)                                                                                                                   \
-  X(OptionalTensor)                                                                                                           \
-  X(bool)                                                                                                                     \
-  X(int64_t) X(double) X(std::optional<double>) X(std::string_view) X(at::ScalarType) X(OptionalDtype) X(std::array<bool, 2>) \
-      X(std::array<bool, 4>) X(std::array<bool, 5>)
 #define KF_VALUE(...)                                    \
   template __VA_ARGS__ take(Stack& stack, size_t place); \
   template void push(Stack& stack, const __VA_ARGS__& value);
-KF_VALUES(KF_VALUE)
+KF_VALUE(Tensor)
+KF_VALUE(OptionalTensor)
+KF_VALUE(bool)
+KF_VALUE(int64_t)
+KF_VALUE(double)
+KF_VALUE(std::optional<double>)
+KF_VALUE(std::string_view)
+KF_VALUE(at::ScalarType)
+KF_VALUE(OptionalDtype)
+KF_VALUE(std::array<bool, 2>)
+KF_VALUE(std::array<bool, 4>)
+KF_VALUE(std::array<bool, 5>)
+#undef KF_VALUE
 template std::vector<int64_t> take(Stack& stack, size_t place);
 template void push(Stack& stack, const at::IntArrayRef& value);
 

@@ -19,7 +19,7 @@ namespace kf {
 
 using Stack = std::vector<c10::IValue>;
 
-// ---- Values: those of the types in KF_VALUES of dispatch.cpp
+// ---- Values: those of types that dispatch.cpp lists
 // -----------------------------------------------------------------
 
 // The value at `place`, counted from the stack's end, is moved out.
