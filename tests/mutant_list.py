@@ -245,8 +245,8 @@ _OF_CPU = (
 _OF_DISPATCHER = (
     Mutant(
         "autograd: dweight and dbias are swapped", f"{_EXTENSION}/row_norm_autograd.cpp",
-        "list[1] = std::move(dweight);\n    if (wants[2]) list[2] = std::move(dbias);",
-        "list[1] = dbias;\n    if (wants[2]) list[2] = dweight;",
+        "list[1] = std::move(dweight);\n    if (wanted[2]) list[2] = std::move(dbias);",
+        "list[1] = dbias;\n    if (wanted[2]) list[2] = dweight;",
         "tests/test_oracle_grid.py::test_dtype_mixes",
     ),
     Mutant(

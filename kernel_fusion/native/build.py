@@ -28,15 +28,16 @@ from kernel_fusion.native.forks import no_fork
 from kernel_fusion.native.jobs import Say
 
 Library = TypeVar("Library")
-# Gradients of norms on a CPU take a third of a build.
+# Gradients take a third of a build.
 Part = Literal["operators", "gradients"]
 _WHOLE: tuple[Part, ...] = ("operators", "gradients")
 
-# For several PyTorch versions, compilers, processors or sources.
+# For several PyTorch versions and compilers.
 _KEPT = 16
-# Compiling headers several times then costs less than a long unit.
-_MANY_CORES, _MORE_CORES = 6, 12
-_LONG = ("row_norm_autograd", "pointwise_autograd", "row_norm")
+# With this many cores, long files are compiled alone, the others in fours.
+_MANY_CORES, _TOGETHER = 6, 4
+_LONG = {"node", "dispatch", "activation_loops", "row_norm_fwd", "row_norm_bwd", "row_norm_bwd_own"}
+_LONG |= {"row_norm_bwd_staged", "row_norm_bwd_staged_fp16_fp64"}
 
 NATIVE = Path(__file__).parent
 _SOURCES = NATIVE / "extension"
@@ -241,7 +242,7 @@ def _no_folder() -> str | None:
 
 
 def _build(key: str, variants: Sequence[str], parts: tuple[Part, ...], say: Say) -> int:
-    """A library's descriptor, built here or by another process, and stored if possible."""
+    """A library's descriptor, built here or by another process."""
     compiler = _compiler()
     with ExitStack() as stack:
         with suppress(OSError):  # every process then builds
@@ -271,7 +272,7 @@ def copy_of(file: int, stack: ExitStack) -> Path:
 
 
 def _workplaces() -> list[Path]:
-    """Safe places to build: temporary files, often nearer than a home."""
+    """Safe places to build, the nearest first."""
     places = [cache.EXTENSIONS.path("").parent]
     with suppress(OSError):
         places.insert(0, Path(tempfile.gettempdir()))
@@ -282,41 +283,31 @@ Unit = tuple[list[Path], list[str]]
 
 
 def _units(variants: Sequence[str], cores: int, parts: Sequence[Part] = _WHOLE) -> list[Unit]:
-    """Files to compile together, and their flags; on few cores the longest unit first.
-
-    Files share headers, but on many cores long files are alone.
-    """
-    files = sorted(_SOURCES.glob("*.cpp"))
-    autograd = [path for path in files if path.stem.endswith("_autograd") or path.stem == "node"]
-    cpu = [path for path in files if path.stem.endswith("_cpu")] + sorted((_SOURCES / "cpu").glob("*.cpp"))
-    cuda = [path for path in files if path.stem.endswith("_cuda")] + sorted((_SOURCES / "cuda").glob("*.cpp"))
-    operators = [path for path in files if path not in (*autograd, *cpu, *cuda)]
-    kernels = sorted(_CPU_KERNELS.glob("*.cpp"))
+    """Files to compile together, since they share headers, and flags; the longest first."""
+    host, kernels = sorted(_SOURCES.glob("*.cpp")), sorted(_CPU_KERNELS.glob("*.cpp"))
+    cuda = [path for path in host if path.stem.endswith("_cuda")] + sorted((_SOURCES / "cuda").glob("*.cpp"))
+    others = [path for path in host if path not in cuda] + sorted((_SOURCES / "cpu").glob("*.cpp"))
     backward = [path for path in kernels if path.stem.startswith("row_norm_bwd")]
-    staged = [path for path in backward if "staged" in path.stem]
-    loops = [path for path in kernels if path.stem == "activation_loops"]  # for both parts
-    forward = [path for path in kernels if path.stem == "row_norm_fwd"] + loops
-    short = [path for path in kernels if path not in (*backward, *forward)]
-    if cores >= _MANY_CORES:
-        alone = [path for path in autograd + operators if path.stem in _LONG]
-        rest = [[path for path in unit if path not in alone] for unit in (autograd, operators)]
-        if cores >= _MORE_CORES:
-            rest = [half for unit in rest for half in (unit[: len(unit) // 2], unit[len(unit) // 2 :])]
-        host_units = [*([path] for path in alone), *rest, cpu, cuda]
-        gradient_units, kernel_units = [[path] for path in backward], [*([path] for path in forward), short]
-    else:
-        host_units = [autograd + operators + cpu, cuda]
-        gradient_units = [staged, [path for path in backward if path not in staged]]
-        kernel_units = [forward + short]
+    forward = [path for path in kernels if path not in backward]
     units: list[Unit] = []
     if "operators" in parts:
-        units += [(files, _include_flags()) for files in host_units]
-        units += [(files, cpu_flags(variant)) for files in kernel_units for variant in variants]
-    else:
-        gradient_units[-1] = gradient_units[-1] + loops
+        units += [(files, _include_flags()) for files in (*_dealt(others, 1, cores), *_dealt(cuda, 1, cores))]
+        units += [(files, cpu_flags(variant)) for files in _dealt(forward, 1, cores) for variant in variants]
+    else:  # for both parts
+        backward += [path for path in forward if path.stem == "activation_loops"]
     if "gradients" in parts:
-        units += [(files, cpu_flags(variant)) for files in gradient_units for variant in variants]
-    return units
+        units += [(files, cpu_flags(variant)) for files in _dealt(backward, 2, cores) for variant in variants]
+    return sorted(units, key=lambda unit: len(unit[0]) > 1)  # long files first
+
+
+def _dealt(files: list[Path], count: int, cores: int) -> list[list[Path]]:
+    """`files` as `count` units, on many cores as more."""
+    alone: list[Path] = []
+    if cores >= _MANY_CORES:
+        alone = [path for path in files if path.stem in _LONG]
+        files = [path for path in files if path not in alone]
+        count = -(-len(files) // _TOGETHER)
+    return [*([path] for path in alone), *(files[i::count] for i in range(count))]
 
 
 def _include_flags() -> list[str]:

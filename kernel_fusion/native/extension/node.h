@@ -1,13 +1,13 @@
-// Tools for the autograd of the verbs. Nodes are written as PyTorch generates its own, and kernels skip the dispatcher if
-// nothing else listens: torch::autograd::Function and the dispatcher cost small calls much of their time.
+// Tools for the autograd of the verbs. A verb's node says what it keeps and what its gradients are; node.cpp puts it into
+// PyTorch's graph, and alone includes autograd's headers, which compile for seconds. Nodes are as PyTorch generates its own,
+// and kernels skip the dispatcher if nothing else listens: torch::autograd::Function and the dispatcher cost small calls much
+// time.
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <torch/csrc/autograd/autograd.h>
-#include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/saved_variable.h>
+#include <ATen/core/grad_mode.h>
 
-#include <mutex>
+#include <memory>
 #include <string>
 
 #include "backends.h"
@@ -15,29 +15,30 @@
 
 namespace kf {
 
-using torch::autograd::Node;
-using torch::autograd::SavedVariable;
-using torch::autograd::variable_list;
+using variable_list = std::vector<Tensor>;  // as in torch::autograd
 
 // Whether the call is inside a torch.func transform, or has tangents: then the definition serves it.
+inline bool has_tangent(const Tensor& t) { return t.defined() && t._fw_grad(/*level=*/0).defined(); }
+inline bool has_tangent(const OptionalTensor& t) { return t && has_tangent(*t); }
 template <class... Tensors> bool needs_definition(const Tensors&... tensors) {
   return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
          c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode) ||
-         (torch::autograd::isFwGradDefined(tensors) || ...);
+         (has_tangent(tensors) || ...);
+}
+
+// Whether a result of these has a gradient.
+inline bool has_gradient(const Tensor& t) { return t.defined() && t.requires_grad(); }
+inline bool has_gradient(const OptionalTensor& t) { return t && has_gradient(*t); }
+template <class... Tensors> bool compute_requires_grad(const Tensors&... tensors) {
+  return at::GradMode::is_enabled() && (has_gradient(tensors) || ...);
 }
 
 inline OptionalTensor optional(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
 
-// The gradients of y with respect to `inputs`, as differentiable functions of everything.
+// The gradients of `results` with respect to `inputs`, as differentiable functions of everything.
+variable_list differentiate(const variable_list& results, const variable_list& inputs, const variable_list& cotangents);
 inline variable_list differentiate(const Tensor& y, const variable_list& inputs, const Tensor& dy) {
-  return torch::autograd::grad({y}, inputs, {dy}, /*retain_graph=*/true, /*create_graph=*/true);
-}
-
-// PyTorch 2.13 counts a node's references in the node, 2.11 in a shared_ptr.
-template <class T, class... Args> auto new_node(const Args&... args) {
-  if constexpr (std::is_same_v<decltype(torch::autograd::Edge::function), std::shared_ptr<Node>>)
-    return std::shared_ptr<T>(new T(args...), [](T* node) { deleteNode(node); });  // without recursion in a deep graph
-  else return c10::make_intrusive<T>(args...);
+  return differentiate(variable_list{y}, inputs, variable_list{dy});
 }
 
 // A node's constants as bytes: nodes of one key run the same code.
@@ -52,29 +53,35 @@ template <class... T> std::string key_of(const T&... values) {
   return key;
 }
 
-// A node that saves variables: it locks and releases them, and shows them to compiled autograd.
-struct SavingNode : Node {
-  struct Saved {
-    SavedVariable* variable;
-    bool is_output = false;  // a result of this node
-  };
-  using SavedList = c10::SmallVector<Saved, 8>;
-  using Node::Node;
+class GraphNode;  // node.cpp
 
-  virtual SavedList saved() = 0;
+// A verb's node: constants, and gradients that are computed from saved tensors.
+class SavingNode {
+ public:
+  virtual ~SavingNode() = default;
+  virtual std::string name() const = 0;
   virtual std::string key() const = 0;  // key_of(everything else that `gradients` depends on)
   virtual variable_list gradients(variable_list&& grads) = 0;
 
-  void release_variables() final;
-  variable_list apply(variable_list&& grads) final;
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const final;
-  variable_list apply_with_saved(const variable_list& grads, torch::dynamo::autograd::SwapSavedVariables& swap) final;
+ protected:
+  Tensor saved(size_t place) const;  // undefined if absent
+  bool wants(size_t input) const;    // whether somebody needs its gradient
+  variable_list no_gradients() const;
+  void be_history_of(const Tensor& stand_in) const;  // of the first result
+
+ private:
+  friend class GraphNode;
+  GraphNode* graph_ = nullptr;
 };
 
-// Registers at specific keys, because the Python stubs occupy the alias `Autograd` (operators/stubs.py).
-#define KF_IMPLEMENT_AUTOGRAD(...)                                    \
-  TORCH_LIBRARY_IMPL(kernel_fusion, AutogradCPU, m) { __VA_ARGS__; }  \
-  TORCH_LIBRARY_IMPL(kernel_fusion, AutogradCUDA, m) { __VA_ARGS__; } \
-  TORCH_LIBRARY_IMPL(kernel_fusion, AutogradMeta, m) { __VA_ARGS__; }
+struct TensorRef {
+  const Tensor* tensor;  // null if absent
+  TensorRef(const Tensor& t) : tensor(t.defined() ? &t : nullptr) {}
+  TensorRef(const OptionalTensor& t) : tensor(present(t) ? &*t : nullptr) {}
+};
+using TensorRefs = c10::ArrayRef<TensorRef>;
+
+// Makes a node the history of `results`, which may be saved.
+void set_history(std::unique_ptr<SavingNode> node, TensorRefs inputs, TensorRefs results, TensorRefs saved);
 
 }  // namespace kf

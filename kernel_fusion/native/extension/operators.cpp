@@ -1,4 +1,5 @@
 // Shared by the operators of all families: checks, the geometry of rows, counters of kernels.
+#include <ATen/ExpandUtils.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/util/Exception.h>
@@ -42,6 +43,10 @@ Dropout dropout_of(double p, const OptionalTensor& seed) {
 Tensor allocate(at::IntArrayRef sizes, const at::TensorOptions& options) { return at::empty(sizes, options); }
 
 Tensor allocate_like(const Tensor& t, std::optional<at::MemoryFormat> format) { return at::empty_like(t, {}, format); }
+
+std::vector<int64_t> broadcast_shape(at::IntArrayRef a, at::IntArrayRef b) { return at::infer_size(a, b); }
+
+std::vector<int64_t> dense_strides(const Tensor& t) { return at::infer_dense_strides(t.sizes(), t.strides()); }
 
 int alignment_of(const void* p) {
   const auto address = reinterpret_cast<uintptr_t>(p) | 16;

@@ -7,6 +7,7 @@
 
 #include <optional>
 #include <string_view>
+#include <vector>
 
 #include "stages.h"
 #include "shared/names.h"
@@ -100,6 +101,10 @@ int alignment_of(const void* p);
 // at::empty and at::empty_like.
 Tensor allocate(at::IntArrayRef sizes, const at::TensorOptions& options);
 Tensor allocate_like(const Tensor& t, std::optional<at::MemoryFormat> format = std::nullopt);
+
+// at::infer_size, and the strides of at::empty_like(t).
+std::vector<int64_t> broadcast_shape(at::IntArrayRef a, at::IntArrayRef b);
+std::vector<int64_t> dense_strides(const Tensor& t);
 
 // A list of types.
 template <class...> struct Types {};

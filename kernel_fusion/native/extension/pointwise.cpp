@@ -1,8 +1,8 @@
 // Pointwise chains below autograd: checks, promotion, broadcasting, allocation, registration. Python has the shapes for tracing
 // (operators/meta.py).
-#include <ATen/ExpandUtils.h>
-#include <ATen/ops/result_type.h>
-#include <ATen/ops/zeros_like.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/result_type_ops.h>
+#include <ATen/ops/zeros_like_ops.h>
 
 #include <limits>
 
@@ -28,7 +28,9 @@ Chain chain_of(const PointwiseCall& c) {
           dropout ? c.seed->const_data_ptr<int64_t>() : nullptr};
 }
 
-at::ScalarType result_type(const PointwiseCall& c) { return present(c.b) ? at::result_type(c.a, *c.b) : c.a.scalar_type(); }
+at::ScalarType result_type(const PointwiseCall& c) {
+  return present(c.b) ? at::_ops::result_type_Tensor::call(c.a, *c.b) : c.a.scalar_type();
+}
 
 }  // namespace
 
@@ -39,7 +41,7 @@ bool has_bits(const PointwiseCall& c) {
 }
 
 Tensor reference(const PointwiseCall& c) {
-  static const auto op = find_op("kernel_fusion::pointwise_reference");
+  static const auto& op = find_op("kernel_fusion::pointwise_reference");
   return call_operator<Tensor>(op, c);
 }
 
@@ -88,6 +90,8 @@ struct Gradient {
     return operand.is_contiguous() ? sum : allocate_like(operand).copy_(sum);
   }
 };
+
+Tensor zeros_like(const Tensor& t) { return at::_ops::zeros_like::call(t, {}, {}, {}, {}, {}); }
 
 // Whether t is one contiguous row in the last dimensions of `shape`, broadcast over all others, which have more than one
 // element.
@@ -157,7 +161,7 @@ PointwiseGradients pointwise_bwd(const Backend& backend, const Tensor& dy, const
   const PointwiseCall c{a, call.b, call.combine, call.activation, call.scale, call.dropout_p, call.seed};
   TORCH_CHECK(known(c) && (second.defined() || c.combine == "first") && readable(dy) && dy.device() == call.a.device() &&
                   (second.defined() || !wants[1]) &&
-                  dy.sizes().equals(second.defined() ? at::infer_size(a.sizes(), second.sizes()) : a.sizes().vec()) &&
+                  dy.sizes().equals(second.defined() ? broadcast_shape(a.sizes(), second.sizes()) : a.sizes().vec()) &&
                   (c.combine != "first" || dy.sizes().equals(a.sizes())),
               "kernel_fusion::pointwise_bwd: arguments that its kernels do not take");
   TORCH_CHECK(
@@ -166,7 +170,7 @@ PointwiseGradients pointwise_bwd(const Backend& backend, const Tensor& dy, const
   TORCH_CHECK(!dropout_of(c) || dy.is_non_overlapping_and_dense(),
               "kernel_fusion::pointwise_bwd: with dropout, dy must lie in memory as y did");
   if (dropout_of(c).drops_all() || dy.numel() == 0)
-    return {wants[0] ? at::zeros_like(a) : Tensor(), wants[1] ? at::zeros_like(second) : Tensor()};
+    return {wants[0] ? zeros_like(a) : Tensor(), wants[1] ? zeros_like(second) : Tensor()};
   if (!wants[0] && !wants[1]) return {};
   with_tensors(call, check_all_memory, dy);
   Chain chain = chain_of(c);
@@ -181,35 +185,33 @@ PointwiseGradients pointwise_bwd(const Backend& backend, const Tensor& dy, const
 
 namespace {
 
-template <const Backend& backend> Tensor pointwise_or_definition(const PointwiseCall& call) {
+Tensor pointwise_or_definition(const Backend& backend, const PointwiseCall& call) {
   return accepts(call) ? pointwise(backend, call) : reference(call);
 }
 
-template <const Backend& backend> std::tuple<Tensor, Tensor> pointwise_fwd(const PointwiseCall& call) {
+std::tuple<Tensor, Tensor> pointwise_fwd(const Backend& backend, const PointwiseCall& call) {
   TORCH_CHECK(accepts(call) && has_bits(call), "kernel_fusion::pointwise_fwd: arguments that its kernels do not take");
   Tensor bits, y = pointwise(backend, call, &bits);
   return {std::move(y), std::move(bits)};
 }
 
 // An unwanted gradient is an empty tensor: an operator returns defined tensors.
-template <const Backend& backend, class... Args> auto pointwise_bwd_of(PointwiseCall (*)(Args...)) {
-  return +[](const Tensor& dy, Args... args, std::array<bool, 2> wants) -> PointwiseGradients {
-    auto [da, db] = pointwise_bwd(backend, dy, pointwise_call(args...), wants);
+template <auto make> struct Backward;
+template <class... Args, PointwiseCall (*make)(Args...)> struct Backward<make> {
+  static PointwiseGradients run(const Backend& backend, const Tensor& dy, Args... args, std::array<bool, 2> wants) {
+    auto [da, db] = pointwise_bwd(backend, dy, make(args...), wants);
     for (auto* gradient : {&da, &db})
       if (!gradient->defined()) *gradient = allocate({0}, dy.options());
     return {std::move(da), std::move(db)};
-  };
-}
+  }
+};
 
-template <const Backend& backend> void implement_pointwise(torch::Library& m) {
-  m.impl("pointwise", Implementation<pointwise_call, pointwise_or_definition<backend>>::run);
-  m.impl("pointwise_fwd", Implementation<pointwise_call, pointwise_fwd<backend>>::run);
-  m.impl("pointwise_bwd", pointwise_bwd_of<backend>(pointwise_call));
-}
+const Implements pointwise_kernels[] = {
+    {"pointwise", {&kCpu, &kCuda}, Implementation<pointwise_call, pointwise_or_definition>::kernel},
+    {"pointwise_fwd", {&kCpu, &kCuda}, Implementation<pointwise_call, pointwise_fwd>::kernel},
+    {"pointwise_bwd", {&kCpu, &kCuda}, Boxed<&Backward<pointwise_call>::run>::kernel},
+};
 
 }  // namespace
-
-TORCH_LIBRARY_IMPL(kernel_fusion, CPU, m) { implement_pointwise<kCpu>(m); }
-TORCH_LIBRARY_IMPL(kernel_fusion, CUDA, m) { implement_pointwise<kCuda>(m); }
 
 }  // namespace kf

@@ -2,12 +2,9 @@
 //
 // As for the row norms (row_norm_autograd.cpp), the definition serves calls inside torch.func, with forward-mode tangents, and
 // in differentiated backward passes.
-#include <ATen/ExpandUtils.h>
-#include <ATen/ops/alias.h>
-#include <ATen/ops/arange.h>
-#include <ATen/ops/bitwise_and.h>
-#include <ATen/ops/bitwise_right_shift.h>
-#include <ATen/ops/empty_strided.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/alias_ops.h>
+#include <ATen/ops/arange_ops.h>
 #include <c10/util/strides.h>
 
 #include "node.h"
@@ -16,7 +13,7 @@ namespace kf {
 
 PointwiseGradients pointwise_bwd(const Tensor& dy, const PointwiseCall& c, std::array<bool, 2> wants) {
   if (const auto* backend = direct(with_tensors(c, keys_of, dy))) return pointwise_bwd(*backend, dy, c, wants);
-  static const auto op = find_op("kernel_fusion::pointwise_bwd");
+  static const auto& op = find_op("kernel_fusion::pointwise_bwd");
   return with_arguments(c, [&](const auto&... args) { return call_boxed<PointwiseGradients>(op, dy, args..., wants); });
 }
 
@@ -27,12 +24,12 @@ Tensor below_autograd(c10::DispatchKeySet keys, const PointwiseCall& c, Tensor* 
   const at::AutoDispatchBelowADInplaceOrView below;
   if (const auto* backend = direct(keys)) return pointwise(*backend, c, bits);
   if (bits) {
-    static const auto fwd = find_op("kernel_fusion::pointwise_fwd");
+    static const auto& fwd = find_op("kernel_fusion::pointwise_fwd");
     Tensor y;
     std::tie(y, *bits) = call_operator<std::tuple<Tensor, Tensor>>(fwd, c);
     return y;
   }
-  static const auto op = find_op("kernel_fusion::pointwise");
+  static const auto& op = find_op("kernel_fusion::pointwise");
   return call_operator<Tensor>(op, c);
 }
 
@@ -40,7 +37,7 @@ Tensor below_autograd(c10::DispatchKeySet keys, const PointwiseCall& c, Tensor* 
 Tensor laid_out(const Tensor& dy, const std::vector<int64_t>& strides) {
   if (strides.empty()) return dy.contiguous();
   if (dy.strides().equals(strides)) return dy;
-  return at::empty_strided(dy.sizes(), strides, dy.options()).copy_(dy);
+  return dy.new_empty_strided(dy.sizes(), strides).copy_(dy);
 }
 
 // The same if only the memory order of dimensions must be y's, which at::empty_like(dy) shows: dy may be part of a tensor, or
@@ -50,7 +47,7 @@ Tensor in_order(const Tensor& dy, const std::vector<int64_t>& strides) {
     return laid_out(dy, strides);
   const auto contiguous = c10::contiguous_strides(dy.sizes());
   const at::IntArrayRef of_y = strides.empty() ? at::IntArrayRef(contiguous) : strides;
-  return of_y.equals(at::infer_dense_strides(dy.sizes(), dy.strides())) ? dy : laid_out(dy, strides);
+  return of_y.equals(dense_strides(dy)) ? dy : laid_out(dy, strides);
 }
 
 // Whether both terms of a sum have one gradient, in shape and dtype.
@@ -93,45 +90,38 @@ Kept kept_of(const PointwiseCall& c) {
 
 // The bits as 1 and 0, laid out as dy: their values tell the slopes as y's would.
 Tensor unpacked(const Tensor& bits, const Tensor& dy) {
-  const Tensor each = at::bitwise_and(at::bitwise_right_shift(bits.unsqueeze(1), at::arange(8, bits.options())), 1);
+  const Tensor places = at::_ops::arange::call(8, bits.scalar_type(), bits.layout(), bits.device(), /*pin_memory=*/false);
+  const Tensor each = bits.unsqueeze(1).bitwise_right_shift(places).bitwise_and(1);
   return each.flatten().as_strided_symint(dy.sym_sizes(), dy.sym_strides()).to(dy.scalar_type());
 }
 
 struct PointwiseBackward : SavingNode {
-  SavedVariable a, b, seed;  // a: y or bits, if backward reads these
+  enum { kA, kB, kSeed };  // a: y or bits, if backward reads these
   const Kept kept;
   const bool shared, binary;
   const std::string_view combine, activation;  // from the lists, not from the call, which ends
   const double scale, dropout_p;
   std::vector<int64_t> strides;  // of y under dropout and of bits, unless contiguous
 
-  PointwiseBackward(const PointwiseCall& c, Kept kept)
-      : SavingNode(torch::autograd::collect_next_edges(c.a, c.b)), kept(kept), shared(shares_gradient(c)), binary(present(c.b)),
+  PointwiseBackward(const PointwiseCall& c, Kept kept, const Tensor& y)
+      : kept(kept), shared(shares_gradient(c)), binary(present(c.b)),
         combine(kept == Kept::kOperands ? kCombineNames[static_cast<int32_t>(*combine_of(c.combine))] : "first"),
         activation(kActivationNames[activation_code(kept == Kept::kResult ? of_result(c.activation, c.a) : c.activation)]),
-        scale(c.scale), dropout_p(c.dropout_p) {}
-
-  // After y's history is set, because y may be saved.
-  void save(const PointwiseCall& c, const Tensor& y, const Tensor& bits) {
-    const bool by_result = kept == Kept::kResult;
-    a = SavedVariable(by_result ? y : kept == Kept::kBits ? bits : c.a, /*is_output=*/by_result);
-    b = SavedVariable(kept != Kept::kOperands && shared ? std::nullopt : c.b, /*is_output=*/false);
-    seed = SavedVariable(c.seed, /*is_output=*/false);
+        scale(c.scale), dropout_p(c.dropout_p) {
     if ((present(c.seed) || kept == Kept::kBits) && !y.is_contiguous()) strides = y.strides().vec();
   }
 
   std::string name() const override { return "PointwiseBackward"; }
 
-  SavedList saved() override { return {{&a, kept == Kept::kResult}, {&b}, {&seed}}; }
   std::string key() const override { return key_of(kept, shared, binary, combine, activation, scale, dropout_p, strides); }
 
   variable_list gradients(variable_list&& grads) override {
-    variable_list result(num_outputs());
+    variable_list result = no_gradients();
     if (!grads[0].defined()) return result;
-    const Tensor first = kept == Kept::kResult ? a.unpack(getptr()) : a.unpack();
-    const OptionalTensor second = optional(b.unpack()), dropout_seed = optional(seed.unpack());
+    const Tensor first = saved(kA);
+    const OptionalTensor second = optional(saved(kB)), dropout_seed = optional(saved(kSeed));
     const PointwiseCall call{first, second, combine, activation, scale, dropout_p, dropout_seed};
-    const std::array<bool, 2> needs{task_should_compute_output(0), binary && task_should_compute_output(1)};
+    const std::array<bool, 2> needs{wants(0), binary && wants(1)};
     auto [da, db] = at::GradMode::is_enabled()
                         ? differentiable(call, grads[0], needs)
                         : pointwise_bwd(prepared(grads[0], call), call, {needs[0] || shared, needs[1] && !shared});
@@ -149,15 +139,15 @@ struct PointwiseBackward : SavingNode {
   // A stand-in for y with the slopes that its bits tell, and y's history.
   Tensor in_place_of_y(const Tensor& bits, const Tensor& dy) {
     Tensor y = unpacked(bits, laid_out(dy.detach(), strides));
-    torch::autograd::impl::set_gradient_edge(y, {getptr(), 0});
+    be_history_of(y);
     return y;
   }
 
   // The same as differentiable functions of everything. Aliases keep each operand's gradient from also being looked for in the
   // other, which may depend on it or be the same.
   PointwiseGradients differentiable(const PointwiseCall& call, const Tensor& dy, std::array<bool, 2> needs) {
-    const Tensor first = at::alias(kept == Kept::kBits ? in_place_of_y(call.a, dy) : call.a);
-    const Tensor second = present(call.b) ? at::alias(*call.b) : Tensor();
+    const Tensor first = at::_ops::alias::call(kept == Kept::kBits ? in_place_of_y(call.a, dy) : call.a);
+    const Tensor second = present(call.b) ? at::_ops::alias::call(*call.b) : Tensor();
     const bool by_row = call.combine == "first";  // a second operand is only summed to
     const OptionalTensor operand = by_row ? std::nullopt : optional(second);
     const PointwiseCall again{first, operand, call.combine, call.activation, call.scale, call.dropout_p, call.seed};
@@ -173,17 +163,19 @@ struct PointwiseBackward : SavingNode {
 
 Tensor pointwise_autograd(c10::DispatchKeySet keys, const PointwiseCall& call) {
   if (needs_definition(call.a, call.b) || !accepts(call)) return reference(call);
-  if (!torch::autograd::compute_requires_grad(call.a, call.b)) return below_autograd(keys, call);
+  if (!compute_requires_grad(call.a, call.b)) return below_autograd(keys, call);
   const Kept kept = kept_of(call);
   Tensor bits, y = below_autograd(keys, call, kept == Kept::kBits ? &bits : nullptr);
-  const auto node = new_node<PointwiseBackward>(call, kept);
-  torch::autograd::set_history(y, node);
-  node->save(call, y, bits);
+  auto node = std::make_unique<PointwiseBackward>(call, kept, y);
+  const Tensor& first = kept == Kept::kResult ? y : kept == Kept::kBits ? bits : call.a;
+  const OptionalTensor& second = kept != Kept::kOperands && node->shared ? kAbsent : call.b;
+  set_history(std::move(node), {call.a, call.b}, {y}, {first, second, call.seed});
   return y;
 }
 
 }  // namespace
 
-KF_IMPLEMENT_AUTOGRAD(m.impl("pointwise", Implementation<pointwise_call, pointwise_autograd>::autograd))
+static const Implements pointwise_at_autograd("pointwise", KF_AUTOGRAD_KEYS,
+                                              Implementation<pointwise_call, pointwise_autograd>::kernel);
 
 }  // namespace kf

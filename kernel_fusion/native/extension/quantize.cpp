@@ -37,8 +37,8 @@ void check(const Quantize& q, const Tensor& input) {
 
 std::tuple<Tensor, Tensor> results(Quantized&& quantized) { return {std::move(quantized.values), std::move(quantized.scales)}; }
 
-template <const Backend& backend>
-std::tuple<Tensor, Tensor> quantize(const Tensor& input, at::ScalarType dtype, const OptionalTensor& scale, int64_t block) {
+std::tuple<Tensor, Tensor> quantize(const Backend& backend, const Tensor& input, at::ScalarType dtype,
+                                    const OptionalTensor& scale, int64_t block) {
   const Quantize q{dtype, scale, block};
   check(q, input);
   check_memory(input);
@@ -50,22 +50,22 @@ std::tuple<Tensor, Tensor> quantize(const Tensor& input, at::ScalarType dtype, c
 }
 
 // A result that was computed apart, and its codes.
-template <const Backend& backend> std::tuple<Tensor, Tensor, Tensor> quantized(Tensor y, const Quantize& q) {
-  auto [values, scales] = quantize<backend>(y, q.dtype, q.scale, q.block);
+std::tuple<Tensor, Tensor, Tensor> quantized(const Backend& backend, Tensor y, const Quantize& q) {
+  auto [values, scales] = quantize(backend, y, q.dtype, q.scale, q.block);
   if (!q.keeps) y = allocate({0}, y.options());
   return {std::move(values), std::move(scales), std::move(y)};
 }
 
 using QuantizedNorm = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-template <const Backend& backend> QuantizedNorm quantized_row_norm(const ForwardCall& call, const Quantize& q) {
+QuantizedNorm quantized_row_norm(const Backend& backend, const ForwardCall& call, const Quantize& q) {
   check(q, call.input);
   TORCH_CHECK(present(q.scale) || call.num_dims == 1, "kernel_fusion: scales of rows go with one normalised dimension, got ",
               call.num_dims);
   if (!accepts(call) || call.input.numel() == 0) {
-    static const auto op = find_op("kernel_fusion::staged_row_norm");
+    static const auto& op = find_op("kernel_fusion::staged_row_norm");
     auto [y, h] = call_operator<StagedResult>(op, call);
-    return std::tuple_cat(quantized<backend>(std::move(y), q), std::tuple(std::move(h)));
+    return std::tuple_cat(quantized(backend, std::move(y), q), std::tuple(std::move(h)));
   }
   with_tensors(call, check_all_memory);
   const auto options = call.input.options();
@@ -78,16 +78,15 @@ template <const Backend& backend> QuantizedNorm quantized_row_norm(const Forward
   return std::tuple_cat(results(std::move(to)), std::tuple(std::move(y), std::move(h)));
 }
 
-template <const Backend& backend>
-std::tuple<Tensor, Tensor, Tensor> quantized_gate(const Tensor& gate, const Tensor& value, std::string_view activation,
-                                                  at::ScalarType dtype, const OptionalTensor& scale, int64_t block,
-                                                  bool keeps) {
+std::tuple<Tensor, Tensor, Tensor> quantized_gate(const Backend& backend, const Tensor& gate, const Tensor& value,
+                                                  std::string_view activation, at::ScalarType dtype,
+                                                  const OptionalTensor& scale, int64_t block, bool keeps) {
   const Quantize q{dtype, scale, block, keeps};
   check(q, gate);
   const PointwiseCall call{gate, value, "gate", activation, 1.0, 0.0, kAbsent};
   const bool alike = gate.sizes() == value.sizes() && gate.scalar_type() == value.scalar_type();
   if (!accepts(call) || !alike || gate.numel() == 0 || gate.dim() == 0)
-    return quantized<backend>(accepts(call) ? pointwise(backend, call) : reference(call), q);
+    return quantized(backend, accepts(call) ? pointwise(backend, call) : reference(call), q);
   check_all_memory(gate, value);
   Tensor y = keeps ? allocate(gate.sizes(), gate.options()) : allocate({0}, gate.options());
   Quantized to(q, gate);
@@ -95,24 +94,20 @@ std::tuple<Tensor, Tensor, Tensor> quantized_gate(const Tensor& gate, const Tens
   return std::tuple_cat(results(std::move(to)), std::tuple(std::move(y)));
 }
 
-template <const Backend& backend, auto make> struct NormOperator;
-template <const Backend& backend, class... Rest, ForwardCall (*make)(const Tensor&, const OptionalTensor&, Rest...)>
-struct NormOperator<backend, make> {
-  static QuantizedNorm run(const Tensor& input, const OptionalTensor& residual, at::ScalarType dtype,
+template <auto make> struct NormOperator;
+template <class... Rest, ForwardCall (*make)(const Tensor&, const OptionalTensor&, Rest...)> struct NormOperator<make> {
+  static QuantizedNorm run(const Backend& backend, const Tensor& input, const OptionalTensor& residual, at::ScalarType dtype,
                            const OptionalTensor& scale, int64_t block, bool keeps, Rest... rest) {
-    return quantized_row_norm<backend>(make(input, residual, rest...), {dtype, scale, block, keeps});
+    return quantized_row_norm(backend, make(input, residual, rest...), {dtype, scale, block, keeps});
   }
 };
 
-template <const Backend& backend> void implement_quantized(torch::Library& m) {
-  m.impl("quantize", quantize<backend>);
-  m.impl("quantized_row_norm", NormOperator<backend, staged_call>::run);
-  m.impl("quantized_gate", quantized_gate<backend>);
-}
+const Implements quantize_kernels[] = {
+    {"quantize", {&kCpu, &kCuda}, Boxed<&quantize>::kernel},
+    {"quantized_row_norm", {&kCpu, &kCuda}, Boxed<&NormOperator<staged_call>::run>::kernel},
+    {"quantized_gate", {&kCpu, &kCuda}, Boxed<&quantized_gate>::kernel},
+};
 
 }  // namespace
-
-TORCH_LIBRARY_IMPL(kernel_fusion, CPU, m) { implement_quantized<kCpu>(m); }
-TORCH_LIBRARY_IMPL(kernel_fusion, CUDA, m) { implement_quantized<kCuda>(m); }
 
 }  // namespace kf

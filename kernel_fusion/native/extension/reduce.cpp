@@ -21,7 +21,7 @@ bool accepts(const ReduceVerbCall& c) {
 }
 
 Tensor reference(const ReduceVerbCall& c) {
-  static const auto op = find_op("kernel_fusion::reduce_reference");
+  static const auto& op = find_op("kernel_fusion::reduce_reference");
   return call_operator<Tensor>(op, c);
 }
 
@@ -149,13 +149,12 @@ Tensor sum_to(const Backend& backend, const Tensor& input, at::IntArrayRef shape
 
 namespace {
 
-template <const Backend& backend> Tensor reduce_or_definition(const ReduceVerbCall& call) {
+Tensor reduce_or_definition(const Backend& backend, const ReduceVerbCall& call) {
   return accepts(call) ? reduce(backend, call) : reference(call);
 }
 
-}  // namespace
+const Implements reduce_kernels("reduce", {&kCpu, &kCuda}, Implementation<reduce_call, reduce_or_definition>::kernel);
 
-TORCH_LIBRARY_IMPL(kernel_fusion, CPU, m) { m.impl("reduce", Implementation<reduce_call, reduce_or_definition<kCpu>>::run); }
-TORCH_LIBRARY_IMPL(kernel_fusion, CUDA, m) { m.impl("reduce", Implementation<reduce_call, reduce_or_definition<kCuda>>::run); }
+}  // namespace
 
 }  // namespace kf

@@ -1,6 +1,4 @@
 // Reductions at autograd: which calls the kernels take, and the backward node, whose gradients are pointwise chains.
-#include <ATen/ops/div.h>
-
 #include "node.h"
 
 namespace kf {
@@ -9,7 +7,7 @@ namespace {
 Tensor below_autograd(c10::DispatchKeySet keys, const ReduceVerbCall& c) {
   const at::AutoDispatchBelowADInplaceOrView below;
   if (const auto* backend = direct(keys)) return reduce(*backend, c);
-  static const auto op = find_op("kernel_fusion::reduce");
+  static const auto& op = find_op("kernel_fusion::reduce");
   return call_operator<Tensor>(op, c);
 }
 
@@ -40,29 +38,24 @@ Tensor reduce_backward(const Tensor& given, const Tensor& x, const ReduceVerbCal
   if (known_outputs && known_inputs) {
     factor = *known_inputs ? static_cast<double>(*known_outputs) / static_cast<double>(*known_inputs) : 1.0;
   } else {  // a number unknown during tracing cannot be an argument
-    scaled = at::div(dy, at::Scalar(inputs / outputs));
+    scaled = dy.div(at::Scalar(inputs / outputs));
   }
   return std::get<1>(
       pointwise_bwd(expanded(scaled, x, c.dim, c.keepdim), {x, x, "gate", "sign", factor, 0.0, {}}, {false, true}));
 }
 
 struct ReduceBackward : SavingNode {
-  SavedVariable input;
   const std::vector<int64_t> dim;
   const bool keepdim, mean;
 
-  explicit ReduceBackward(const ReduceVerbCall& c)
-      : SavingNode(torch::autograd::collect_next_edges(c.input)), input(c.input, /*is_output=*/false), dim(c.dim.vec()),
-        keepdim(c.keepdim), mean(c.kind == "mean_abs") {}
+  explicit ReduceBackward(const ReduceVerbCall& c) : dim(c.dim.vec()), keepdim(c.keepdim), mean(c.kind == "mean_abs") {}
 
   std::string name() const override { return "ReduceBackward"; }
-
-  SavedList saved() override { return {{&input}}; }
   std::string key() const override { return key_of(dim, keepdim, mean); }
 
   variable_list gradients(variable_list&& grads) override {
-    if (!grads[0].defined()) return variable_list(1);
-    const Tensor x = input.unpack(), &dy = grads[0];
+    if (!grads[0].defined()) return no_gradients();
+    const Tensor x = saved(0), &dy = grads[0];
     const ReduceVerbCall call{x, dim, keepdim, mean ? "mean_abs" : "sum_squared", dy.scalar_type()};
     return at::GradMode::is_enabled() ? differentiate(reference(call), {x}, dy) : variable_list{reduce_backward(dy, x, call)};
   }
@@ -71,12 +64,12 @@ struct ReduceBackward : SavingNode {
 Tensor reduce_autograd(c10::DispatchKeySet keys, const ReduceVerbCall& call) {
   if (needs_definition(call.input) || !accepts(call)) return reference(call);
   Tensor y = below_autograd(keys, call);
-  if (torch::autograd::compute_requires_grad(call.input)) torch::autograd::set_history(y, new_node<ReduceBackward>(call));
+  if (compute_requires_grad(call.input)) set_history(std::make_unique<ReduceBackward>(call), {call.input}, {y}, {call.input});
   return y;
 }
 
 }  // namespace
 
-KF_IMPLEMENT_AUTOGRAD(m.impl("reduce", Implementation<reduce_call, reduce_autograd>::autograd))
+static const Implements reduce_at_autograd("reduce", KF_AUTOGRAD_KEYS, Implementation<reduce_call, reduce_autograd>::kernel);
 
 }  // namespace kf

@@ -52,12 +52,12 @@ bool accepts(const RotaryCall& c) {
 }
 
 RotaryResult reference(const RotaryCall& c) {
-  static const auto op = find_op("kernel_fusion::qk_norm_rope_reference");
+  static const auto& op = find_op("kernel_fusion::qk_norm_rope_reference");
   return call_operator<RotaryResult>(op, c);
 }
 
 RotaryResult by_other_kernels(const RotaryCall& c) {
-  static const auto op = find_op("kernel_fusion::qk_norm_rope_on_gpu");
+  static const auto& op = find_op("kernel_fusion::qk_norm_rope_on_gpu");
   return call_operator<RotaryResult>(op, c);
 }
 
@@ -100,20 +100,16 @@ RotaryGradients rotary_bwd(const Backend& backend, const RotaryBwdCall& c) {
 
 namespace {
 
-template <const Backend& backend> RotaryResult rotary_or_definition(const RotaryCall& call) {
+RotaryResult rotary_or_definition(const Backend& backend, const RotaryCall& call) {
   if (is_of_other_kernels(call)) return by_other_kernels(call);
   return accepts(call) ? rotary(backend, call) : reference(call);
 }
-template <const Backend& backend> RotaryGradients rotary_bwd_on(const RotaryBwdCall& call) { return rotary_bwd(backend, call); }
 
-template <const Backend& backend> void implement_rotary(torch::Library& m) {
-  m.impl("qk_norm_rope", Implementation<rotary_call, rotary_or_definition<backend>>::run);
-  m.impl("qk_norm_rope_bwd", Implementation<rotary_bwd_call, rotary_bwd_on<backend>>::run);
-}
+const Implements rotary_kernels[] = {
+    {"qk_norm_rope", {&kCpu, &kCuda}, Implementation<rotary_call, rotary_or_definition>::kernel},
+    {"qk_norm_rope_bwd", {&kCpu, &kCuda}, Implementation<rotary_bwd_call, rotary_bwd>::kernel},
+};
 
 }  // namespace
-
-TORCH_LIBRARY_IMPL(kernel_fusion, CPU, m) { implement_rotary<kCpu>(m); }
-TORCH_LIBRARY_IMPL(kernel_fusion, CUDA, m) { implement_rotary<kCuda>(m); }
 
 }  // namespace kf

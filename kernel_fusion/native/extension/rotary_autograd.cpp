@@ -1,6 +1,6 @@
 // The rotary embedding at autograd: which calls the kernels take, and the backward node.
-#include <ATen/ops/alias.h>
-#include <ATen/ops/neg.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/alias_ops.h>
 
 #include "node.h"
 
@@ -8,7 +8,7 @@ namespace kf {
 namespace {
 
 RotaryResult call_verb(const RotaryCall& c) {
-  static const auto op = find_op("kernel_fusion::qk_norm_rope");
+  static const auto& op = find_op("kernel_fusion::qk_norm_rope");
   return call_operator<RotaryResult>(op, c);
 }
 
@@ -22,58 +22,44 @@ RotaryGradients call_backward(const RotaryBwdCall& c) {
   const auto* backend =
       direct(keys_of(c.dy, c.dy_key, c.query, c.key, c.query_weight, c.key_weight, c.cos, c.sin, c.positions));
   if (backend && backend->rotary_bwd) return rotary_bwd(*backend, c);
-  static const auto op = find_op("kernel_fusion::qk_norm_rope_bwd");
+  static const auto& op = find_op("kernel_fusion::qk_norm_rope_bwd");
   return call_operator<RotaryGradients>(op, c);
 }
 
 struct RotaryBackward : SavingNode {
-  std::array<SavedVariable, 4> inputs;  // query, key and their weights; without a norm none, as backward rotates dy alone
-  std::array<SavedVariable, 3> tables;  // cos, sin, positions
+  enum { kInputs, kCos = kInputs + 4, kSin, kPositions };  // inputs: query, key and their weights
   const std::optional<double> eps;
   const double weight_offset;
   const bool interleaved, is_hf;
 
   explicit RotaryBackward(const RotaryCall& c)
-      : SavingNode(torch::autograd::collect_next_edges(c.query, c.key, c.query_weight, c.key_weight)),
-        tables{SavedVariable(c.cos, false), SavedVariable(c.sin, false), SavedVariable(c.positions, false)}, eps(c.eps),
-        weight_offset(c.weight_offset), interleaved(c.interleaved), is_hf(c.rounding == "hf") {
-    if (eps)
-      inputs = {SavedVariable(c.query, false), SavedVariable(c.key, false), SavedVariable(c.query_weight, false),
-                SavedVariable(c.key_weight, false)};
-  }
+      : eps(c.eps), weight_offset(c.weight_offset), interleaved(c.interleaved), is_hf(c.rounding == "hf") {}
 
   std::string name() const override { return "RotaryBackward"; }
 
-  SavedList saved() override {
-    SavedList list;
-    for (auto& each : inputs) list.push_back({&each});
-    for (auto& each : tables) list.push_back({&each});
-    return list;
-  }
   std::string key() const override { return key_of(eps.has_value(), eps.value_or(0), weight_offset, interleaved, is_hf); }
 
   variable_list gradients(variable_list&& grads) override {
-    variable_list list(num_outputs());
+    variable_list list = no_gradients();
     const std::array<OptionalTensor, 2> dy{optional(grads[0]), grads.size() > 1 ? optional(grads[1]) : std::nullopt};
     if (!dy[0] && !dy[1]) return list;
     // If something arrives at the key alone, that stands in the place of the query.
     const size_t first = dy[0] ? 0 : 1;
     const bool both = dy[0] && dy[1];
     std::array<OptionalTensor, 4> x;
-    for (size_t i = 0; i < x.size(); ++i) x[i] = optional(inputs[i].unpack());
-    const Tensor cos = tables[0].unpack(), sin = tables[1].unpack();
-    const OptionalTensor positions = optional(tables[2].unpack());
+    for (size_t i = 0; i < x.size(); ++i) x[i] = optional(saved(kInputs + i));
+    const Tensor cos = saved(kCos), sin = saved(kSin);
+    const OptionalTensor positions = optional(saved(kPositions));
     const auto second = [&](const OptionalTensor& t) -> const OptionalTensor& { return both ? t : kAbsent; };
-    const std::array<bool, 4> wants{task_should_compute_output(first), both && task_should_compute_output(1),
-                                    task_should_compute_output(2 + first), both && task_should_compute_output(3)};
+    const std::array<bool, 4> wanted{wants(first), both && wants(1), wants(2 + first), both && wants(3)};
     const RotaryBwdCall call{*dy[first], second(dy[1]), x[first], second(x[1]),  x[2 + first], second(x[3]),          cos,
-                             sin,        positions,     eps,      weight_offset, interleaved,  is_hf ? "hf" : "once", wants};
+                             sin,        positions,     eps,      weight_offset, interleaved,  is_hf ? "hf" : "once", wanted};
     const auto found = at::GradMode::is_enabled() ? differentiable(call) : call_backward(call);
     const auto& [dx, dx_key, dweight, dweight_key] = found;
-    if (wants[0]) list[first] = dx;
-    if (wants[1]) list[1] = dx_key;
-    if (wants[2]) list[2 + first] = dweight;
-    if (wants[3]) list[3] = dweight_key;
+    if (wanted[0]) list[first] = dx;
+    if (wanted[1]) list[1] = dx_key;
+    if (wanted[2]) list[2 + first] = dweight;
+    if (wanted[3]) list[3] = dweight_key;
     return list;
   }
 
@@ -88,7 +74,7 @@ struct RotaryBackward : SavingNode {
     // Aliases, so that no gradient is also looked for behind them: the weights may depend on the query.
     std::array<OptionalTensor, 4> x{c.query, c.key, c.query_weight, c.key_weight};
     for (auto& t : x)
-      if (t) t = at::alias(*t);
+      if (t) t = at::_ops::alias::call(*t);
     const auto [query, key] =
         reference({*x[0], x[1], x[2], x[3], c.cos, c.sin, c.positions, c.eps, c.weight_offset, c.interleaved, c.rounding});
     variable_list outputs{query}, dys{c.dy}, inputs;
@@ -98,7 +84,7 @@ struct RotaryBackward : SavingNode {
     }
     for (size_t i = 0; i < x.size(); ++i)
       if (c.wants[i]) inputs.push_back(*x[i]);
-    auto found = torch::autograd::grad(outputs, inputs, dys, /*retain_graph=*/true, /*create_graph=*/true);
+    auto found = differentiate(outputs, inputs, dys);
     std::array<Tensor, 4> result;
     for (size_t i = 0, next = 0; i < x.size(); ++i)
       if (c.wants[i]) result[i] = std::move(found[next++]);
@@ -110,12 +96,10 @@ RotaryResult rotary_autograd(c10::DispatchKeySet keys, const RotaryCall& call) {
   const auto& [query, key, query_weight, key_weight, cos, sin, positions, eps, weight_offset, interleaved, rounding] = call;
   if (is_of_other_kernels(call)) return by_other_kernels(call);
   // The kernels have no gradients of cos and sin.
-  if (needs_definition(query, key, query_weight, key_weight, cos, sin) || torch::autograd::compute_requires_grad(cos, sin) ||
-      !accepts(call))
+  if (needs_definition(query, key, query_weight, key_weight, cos, sin) || compute_requires_grad(cos, sin) || !accepts(call))
     return reference(call);
   RotaryResult result = below_autograd(keys, call);
-  const bool of_query = torch::autograd::compute_requires_grad(query, query_weight),
-             of_key = torch::autograd::compute_requires_grad(key, key_weight);
+  const bool of_query = compute_requires_grad(query, query_weight), of_key = compute_requires_grad(key, key_weight);
   if (!of_query && !of_key) return result;
   // The node need not know tensors that need no gradient.
   const bool both = of_query && of_key;
@@ -123,14 +107,21 @@ RotaryResult rotary_autograd(c10::DispatchKeySet keys, const RotaryCall& call) {
   const OptionalTensor &weight = of_query ? query_weight : key_weight, &other = both ? key : kAbsent;
   const RotaryCall of_node{x,           other,   weight, both ? key_weight : kAbsent, cos, sin, positions, eps, weight_offset,
                            interleaved, rounding};
-  const auto node = new_node<RotaryBackward>(of_node);
-  if (of_query) torch::autograd::set_history(std::get<0>(result), node);
-  if (of_key) torch::autograd::set_history(std::get<1>(result), node);
+  const auto& [y, y_key] = result;
+  const TensorRef inputs[] = {x, other, weight, of_node.key_weight};
+  c10::SmallVector<TensorRef, 2> results;
+  if (of_query) results.push_back(y);
+  if (of_key) results.push_back(y_key);
+  c10::SmallVector<TensorRef, 7> saved;
+  for (const auto& each : inputs) saved.push_back(eps ? each : kAbsent);  // without a norm backward rotates dy alone
+  saved.append({cos, sin, positions});
+  set_history(std::make_unique<RotaryBackward>(of_node), inputs, results, saved);
   return result;
 }
 
 }  // namespace
 
-KF_IMPLEMENT_AUTOGRAD(m.impl("qk_norm_rope", Implementation<rotary_call, rotary_autograd>::autograd))
+static const Implements rotary_at_autograd("qk_norm_rope", KF_AUTOGRAD_KEYS,
+                                           Implementation<rotary_call, rotary_autograd>::kernel);
 
 }  // namespace kf

@@ -73,7 +73,7 @@ bool accepts(const ForwardCall& c) {
 }
 
 StagedResult reference(const ForwardCall& call) {
-  static const auto op = find_op("kernel_fusion::staged_row_norm_reference");
+  static const auto& op = find_op("kernel_fusion::staged_row_norm_reference");
   return call_operator<StagedResult>(op, call);
 }
 
@@ -173,7 +173,7 @@ RowNormGradients backward(const Backend& backend, const BackwardCall& call) {
 
 namespace {
 
-template <const Backend& backend, class Result> Result inference(const ForwardCall& call) {
+template <class Result> Result inference(const Backend& backend, const ForwardCall& call) {
   if (!accepts(call)) {
     auto [y, h] = reference(call);
     return verb_result<Result>(std::move(y), std::move(h), call.input);
@@ -182,16 +182,17 @@ template <const Backend& backend, class Result> Result inference(const ForwardCa
   return verb_result<Result>(std::move(y), std::move(h), call.input);
 }
 
-template <const Backend& backend> ForwardResult row_norm_fwd(ForwardCall call) {
-  TORCH_CHECK(accepts(call),
+ForwardResult row_norm_fwd(const Backend& backend, const ForwardCall& given) {
+  TORCH_CHECK(accepts(given),
               "kernel_fusion::row_norm_fwd: arguments that its kernels do not take; call kernel_fusion.layer_norm instead");
+  ForwardCall call = given;
   call.wants_stats = true;
   auto result = forward(backend, call);
   define(std::get<2>(result), call.input, call.input.scalar_type());
   return result;
 }
 
-template <const Backend& backend> BackwardResult row_norm_bwd(const BackwardCall& call) {
+BackwardResult row_norm_bwd(const Backend& backend, const BackwardCall& call) {
   auto [dx, dweight, dbias, dresidual, dgate] = backward(backend, call);
   const std::array results{&dx, &dweight, &dbias, &dresidual, &dgate};
   const auto dtypes = gradient_dtypes(call);
@@ -199,18 +200,14 @@ template <const Backend& backend> BackwardResult row_norm_bwd(const BackwardCall
   return {std::move(dx), std::move(dweight), std::move(dbias), std::move(dresidual), std::move(dgate)};
 }
 
-template <const Backend& backend> void implement_row_norm(torch::Library& m) {
-  m.impl("layer_norm", Implementation<plain_call<double>, inference<backend, Tensor>>::run);
-  m.impl("rms_norm", Implementation<plain_call<std::optional<double>>, inference<backend, Tensor>>::run);
-  m.impl("staged_row_norm", Implementation<staged_call, inference<backend, StagedResult>>::run);
-  m.impl("row_norm_fwd", Implementation<forward_call, row_norm_fwd<backend>>::run);
-  m.impl("row_norm_bwd", Implementation<backward_call, row_norm_bwd<backend>>::run);
-}
+const Implements row_norm_kernels[] = {
+    {"layer_norm", {&kCpu, &kCuda, &kMeta}, Implementation<plain_call<double>, inference<Tensor>>::kernel},
+    {"rms_norm", {&kCpu, &kCuda, &kMeta}, Implementation<plain_call<std::optional<double>>, inference<Tensor>>::kernel},
+    {"staged_row_norm", {&kCpu, &kCuda, &kMeta}, Implementation<staged_call, inference<StagedResult>>::kernel},
+    {"row_norm_fwd", {&kCpu, &kCuda, &kMeta}, Implementation<forward_call, row_norm_fwd>::kernel},
+    {"row_norm_bwd", {&kCpu, &kCuda, &kMeta}, Implementation<backward_call, row_norm_bwd>::kernel},
+};
 
 }  // namespace
-
-TORCH_LIBRARY_IMPL(kernel_fusion, CPU, m) { implement_row_norm<kCpu>(m); }
-TORCH_LIBRARY_IMPL(kernel_fusion, CUDA, m) { implement_row_norm<kCuda>(m); }
-TORCH_LIBRARY_IMPL(kernel_fusion, Meta, m) { implement_row_norm<kMeta>(m); }
 
 }  // namespace kf

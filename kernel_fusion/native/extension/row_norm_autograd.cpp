@@ -2,9 +2,9 @@
 //
 // If a transform must see through the operator, the eager definition, a composition of ATen operations, serves the call: under
 // torch.func, with a forward-mode tangent, and in a differentiated backward. All three would otherwise be silently wrong.
-#include <ATen/ops/alias.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros_like.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/alias_ops.h>
+#include <ATen/ops/zeros_like_ops.h>
 
 #include "node.h"
 
@@ -14,7 +14,7 @@ namespace {
 // ---- Below autograd ------------------------------------------------------------------------------------------------
 
 ForwardResult call_forward(const ForwardCall& c) {
-  static const auto op = find_op("kernel_fusion::row_norm_fwd");
+  static const auto& op = find_op("kernel_fusion::row_norm_fwd");
   auto result = with_stages(c, c, [&](const auto&... stages) {
     return call_boxed<ForwardResult>(op, c.input, c.num_dims, c.weight, c.bias, c.eps, c.weight_offset, c.out_dtype, c.rms,
                                      c.residual, stages...);
@@ -25,7 +25,7 @@ ForwardResult call_forward(const ForwardCall& c) {
 
 RowNormGradients call_backward(const BackwardCall& c) {
   if (const auto* backend = direct(with_tensors(c, keys_of))) return backward(*backend, c);
-  static const auto op = find_op("kernel_fusion::row_norm_bwd");
+  static const auto& op = find_op("kernel_fusion::row_norm_bwd");
   return std::make_from_tuple<RowNormGradients>(call_operator<BackwardResult>(op, c));
 }
 
@@ -34,9 +34,9 @@ RowNormGradients call_backward(const BackwardCall& c) {
 // The tensors of a call's stages, as saved by a node.
 struct UnpackedStages : StageTensors {
   std::array<OptionalTensor, kCount> held;
-  explicit UnpackedStages(const std::array<SavedVariable, kCount>& saved) {
+  template <class Unpack> explicit UnpackedStages(Unpack&& unpack) {
     for (size_t i = 0; i < held.size(); ++i) {
-      held[i] = optional(saved[i].unpack());
+      held[i] = optional(unpack(i));
       all[i] = &held[i];
     }
   }
@@ -45,44 +45,30 @@ struct UnpackedStages : StageTensors {
 
 // Backward of y, and of h if that is a result which depends on something that requires a gradient.
 struct RowNormBackward : SavingNode {
-  // input: the normalised tensor: h with a residual, else x. bias is for its dtype, an activation's argument, a gate's
-  // gradient, groups and double backward; keeping a parameter costs no memory. x only with both a residual and a
+  // kInput: the normalised tensor: h with a residual, else x. kBias is for its dtype, an activation's argument, a gate's
+  // gradient, groups and double backward; keeping a parameter costs no memory. kX only with both a residual and a
   // pre-activation or a gate.
-  SavedVariable input, weight, bias, stats, x;
-  std::array<SavedVariable, StageTensors::kCount> of_stages;
+  enum { kInput, kWeight, kBias, kStats, kX, kStages };
   const Norm norm;
   const double eps;
   const at::ScalarType x_dtype, y_dtype;
   const bool has_residual, has_residual_gate;
-  bool saves_output = false;  // the saved input is h with its history
 
-  RowNormBackward(const ForwardCall& call, const Tensor& call_stats)
-      : SavingNode(torch::autograd::collect_next_edges(call.input, call.weight, call.bias, call.other(), call.residual_gate())),
-        weight(call.weight, /*is_output=*/false), bias(call.bias, /*is_output=*/false), stats(call_stats, /*is_output=*/false),
-        norm(call), eps(call.eps), x_dtype(call.input.scalar_type()), y_dtype(call.y_dtype()),
-        has_residual(present(call.residual)), has_residual_gate(present(call.residual_gate())) {
-    for (size_t i = 0; i < of_stages.size(); ++i)
-      if (present(*call.all[i])) of_stages[i] = SavedVariable(*call.all[i], /*is_output=*/false);
-    if (has_residual_gate || (has_residual && norm.pre_activation)) x = SavedVariable(call.input, /*is_output=*/false);
-  }
+  explicit RowNormBackward(const ForwardCall& call)
+      : norm(call), eps(call.eps), x_dtype(call.input.scalar_type()), y_dtype(call.y_dtype()),
+        has_residual(present(call.residual)), has_residual_gate(present(call.residual_gate())) {}
 
-  // After the results' history is set, because h may be one of them.
-  void save(const ForwardCall& call, const Tensor& h) {
-    saves_output = h.defined() && h.requires_grad();
-    input = SavedVariable(h.defined() ? h : call.input, saves_output);
+  bool needs_x() const { return has_residual_gate || (has_residual && norm.pre_activation); }
+  UnpackedStages stages() const {
+    return UnpackedStages([&](size_t i) { return saved(kStages + i); });
   }
 
   std::string name() const override { return "RowNormBackward"; }
 
-  SavedList saved() override {
-    SavedList list{{&input, saves_output}, {&weight}, {&bias}, {&stats}, {&x}};
-    for (auto& each : of_stages) list.push_back({&each});
-    return list;
-  }
   std::string key() const override {
     return with_options(norm, [&](const auto&... options) {
       return key_of(norm.num_dims, norm.weight_offset, norm.rms, options..., eps, x_dtype, y_dtype, has_residual,
-                    has_residual_gate, saves_output);
+                    has_residual_gate);
     });
   }
 
@@ -91,26 +77,26 @@ struct RowNormBackward : SavingNode {
 
   variable_list gradients(variable_list&& grads) override {
     const OptionalTensor dh = grads.size() > 1 ? optional(std::move(grads[1])) : std::nullopt;
-    if (!grads[0].defined() && !dh) return variable_list(num_outputs());
-    const Tensor saved = saves_output ? input.unpack(getptr()) : input.unpack();
-    const Tensor dy = grads[0].defined() ? std::move(grads[0]) : at::zeros_like(saved, saved.options().dtype(y_dtype));
-    std::array<bool, 5> wants;
-    for (size_t i = 0; i < wants.size(); ++i) wants[i] = task_should_compute_output(i);
-    const OptionalTensor w = optional(weight.unpack()), b = optional(bias.unpack());
-    const UnpackedStages stages(of_stages);
-    if (at::GradMode::is_enabled()) return differentiable(dy, dh, {saved, w, b, stages.row()}, stages, wants);
-    const bool same = only_adds() && x_dtype == saved.scalar_type();
-    const auto of_kernel = same ? std::array{wants[0] || wants[3], wants[1], wants[2], false, false} : wants;
+    if (!grads[0].defined() && !dh) return no_gradients();
+    const Tensor input = saved(kInput);
+    const Tensor dy = grads[0].defined() ? std::move(grads[0]) : at::_ops::zeros_like::call(input, y_dtype, {}, {}, {}, {});
+    std::array<bool, 5> wanted;
+    for (size_t i = 0; i < wanted.size(); ++i) wanted[i] = wants(i);
+    const OptionalTensor w = optional(saved(kWeight)), b = optional(saved(kBias));
+    const UnpackedStages stages = this->stages();
+    if (at::GradMode::is_enabled()) return differentiable(dy, dh, {input, w, b, stages.row()}, stages, wanted);
+    const bool same = only_adds() && x_dtype == input.scalar_type();
+    const auto of_kernel = same ? std::array{wanted[0] || wanted[3], wanted[1], wanted[2], false, false} : wanted;
     auto [dx, dweight, dbias, dresidual, dgate] =
-        call_backward({norm, stages, dy, saved, stats.unpack(), w, dtype_of(b), of_kernel, x_dtype, dh, optional(x.unpack()),
+        call_backward({norm, stages, dy, input, saved(kStats), w, dtype_of(b), of_kernel, x_dtype, dh, optional(saved(kX)),
                        norm.activation || norm.grouped || present(stages.row()) ? b : kAbsent, has_residual});
     if (same) dresidual = dx;
-    variable_list list(num_outputs());
-    if (wants[0]) list[0] = std::move(dx);
-    if (wants[1]) list[1] = std::move(dweight);
-    if (wants[2]) list[2] = std::move(dbias);
-    if (wants[3]) list[3] = std::move(dresidual);
-    if (wants[4]) list[4] = std::move(dgate);
+    variable_list list = no_gradients();
+    if (wanted[0]) list[0] = std::move(dx);
+    if (wanted[1]) list[1] = std::move(dweight);
+    if (wanted[2]) list[2] = std::move(dbias);
+    if (wanted[3]) list[3] = std::move(dresidual);
+    if (wanted[4]) list[4] = std::move(dgate);
     return list;
   }
 
@@ -123,10 +109,10 @@ struct RowNormBackward : SavingNode {
     // (With kHf it keeps its dtype, which says what to round to.)
     if (has_residual && !norm.is_hf()) tensors[0] = tensors[0]->to(acc_dtype(*tensors[0]));
     for (auto& t : tensors)
-      if (t) t = at::alias(*t);
+      if (t) t = at::_ops::alias::call(*t);
     const std::array<bool, 4> needed{wants[0] || (has_residual && (wants[3] || wants[4])), wants[1], wants[2],
                                      !has_residual && wants[3]};
-    variable_list inputs, result(num_outputs());
+    variable_list inputs, result = no_gradients();
     for (size_t i = 0; i < 4; ++i)
       if (needed[i]) inputs.push_back(*tensors[i]);
     auto gradients = differentiate(definition(tensors, stages, dy.scalar_type()), inputs, dy);
@@ -158,7 +144,8 @@ struct RowNormBackward : SavingNode {
   // dx and dgate of h = residual + gate * dropout(pre_activation(x)), from the gradient of h.
   void before_gated_h(const Tensor& total, const OptionalTensor& gate, const std::array<bool, 5>& wants,
                       variable_list& result) const {
-    const Tensor before = at::alias(x.unpack()), factor = at::alias(*gate);  // one may depend on the other
+    const Tensor before = at::_ops::alias::call(saved(kX)),
+                 factor = at::_ops::alias::call(*gate);  // one may depend on the other
     const auto type = total.scalar_type();
     const Tensor added = chain(before.to(type), norm.pre_activation).mul(factor.to(type));
     variable_list inputs;
@@ -173,24 +160,26 @@ struct RowNormBackward : SavingNode {
   Tensor before_h(const Tensor& total) const {
     if (only_adds()) return total.to(x_dtype);
     if (!norm.pre_activation) return chain(total, 0).to(x_dtype);
-    const Tensor before = x.unpack();
+    const Tensor before = saved(kX);
     return differentiate(chain(before.to(total.scalar_type()).contiguous(), norm.pre_activation), {before}, total)[0];
   }
 
   // dropout(activation(t)) by the definition. t is contiguous, because an element's position is its place in memory.
   Tensor chain(const Tensor& t, int32_t activation) const {
-    const UnpackedStages stages(of_stages);
+    const UnpackedStages stages = this->stages();
     return reference(
         PointwiseCall{t.contiguous(), kAbsent, "first", kActivationNames[activation], 1.0, norm.dropout.p(), stages.seed()});
   }
 };
 
-void set_history(const ForwardCall& call, const Tensor& y, const Tensor& stats, const Tensor& h) {
-  const auto node = new_node<RowNormBackward>(call, stats);
-  torch::autograd::set_history(y, node);
-  if (h.defined() && torch::autograd::compute_requires_grad(call.input, call.residual, call.residual_gate()))
-    torch::autograd::set_history(h, node);
-  node->save(call, h);
+void make_history(const ForwardCall& call, const Tensor& y, const Tensor& stats, const Tensor& h) {
+  auto node = std::make_unique<RowNormBackward>(call);
+  const Tensor& input = h.defined() ? h : call.input;
+  c10::SmallVector<TensorRef, 8> saved{input, call.weight, call.bias, stats, node->needs_x() ? TensorRef(call.input) : kAbsent};
+  for (const auto* each : call.all) saved.push_back(*each);
+  c10::SmallVector<TensorRef, 2> results{y};
+  if (h.defined() && compute_requires_grad(call.input, call.residual, call.residual_gate())) results.push_back(h);
+  set_history(std::move(node), {call.input, call.weight, call.bias, call.other(), call.residual_gate()}, results, saved);
 }
 
 // ---- The verbs -----------------------------------------------------------------------------------------------------
@@ -209,7 +198,7 @@ template <const char* name, class Result, auto make> struct Verb;
 template <const char* name, class Result, class... Rest, ForwardCall (*make)(const Tensor&, Rest...)>
 struct Verb<name, Result, make> {
   static const auto& op() {
-    static const auto found = find_op(name).typed<Result(const Tensor&, Rest...)>();
+    static const auto& found = find_op(name);
     return found;
   }
 
@@ -219,22 +208,21 @@ struct Verb<name, Result, make> {
       auto [y, h] = reference(call);
       return verb_result<Result>(std::move(y), std::move(h), input);
     }
-    call.wants_stats =
-        torch::autograd::compute_requires_grad(input, call.other(), call.weight, call.bias, call.residual_gate());
+    call.wants_stats = compute_requires_grad(input, call.other(), call.weight, call.bias, call.residual_gate());
     Tensor y, stats, h;
     {
       const at::AutoDispatchBelowADInplaceOrView below;
       if (const auto* backend = direct(keys)) std::tie(y, stats, h) = forward(*backend, call);
       else if (call.wants_stats) std::tie(y, stats, h) = call_forward(call);
-      else return op().redispatch(keys & c10::after_ADInplaceOrView_keyset, input, rest...);
+      else return redispatch_boxed<Result>(op(), keys & c10::after_ADInplaceOrView_keyset, input, rest...);
     }
-    if (call.wants_stats) set_history(call, y, stats, h);
+    if (call.wants_stats) make_history(call, y, stats, h);
     return verb_result<Result>(std::move(y), std::move(h), input);
   }
 
-  static Result autocast(const Tensor& input, Rest... rest) {
+  static Result autocast(c10::DispatchKeySet, const Tensor& input, Rest... rest) {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
-    return op().call(input, under_autocast<Rest>(rest, input)...);
+    return call_boxed<Result>(op(), input, under_autocast<Rest>(rest, input)...);
   }
 };
 
@@ -244,20 +232,15 @@ using LayerNorm = Verb<kLayerNorm, Tensor, plain_call<double>>;
 using RmsNorm = Verb<kRmsNorm, Tensor, plain_call<std::optional<double>>>;
 using StagedNorm = Verb<kStagedNorm, StagedResult, staged_call>;
 
-void implement_autograd(torch::Library& m) {
-  m.impl("layer_norm", LayerNorm::autograd);
-  m.impl("rms_norm", RmsNorm::autograd);
-  m.impl("staged_row_norm", StagedNorm::autograd);
-}
+const Implements row_norm_at_autograd[] = {
+    {"layer_norm", KF_AUTOGRAD_KEYS, Boxed<&LayerNorm::autograd>::kernel},
+    {"rms_norm", KF_AUTOGRAD_KEYS, Boxed<&RmsNorm::autograd>::kernel},
+    {"staged_row_norm", KF_AUTOGRAD_KEYS, Boxed<&StagedNorm::autograd>::kernel},
+    {"layer_norm", {c10::DispatchKey::AutocastCUDA}, Boxed<&LayerNorm::autocast>::kernel},
+    {"rms_norm", {c10::DispatchKey::AutocastCUDA}, Boxed<&RmsNorm::autocast>::kernel},
+    {"staged_row_norm", {c10::DispatchKey::AutocastCUDA}, Boxed<&StagedNorm::autocast>::kernel},
+};
 
 }  // namespace
-
-KF_IMPLEMENT_AUTOGRAD(implement_autograd(m))
-
-TORCH_LIBRARY_IMPL(kernel_fusion, AutocastCUDA, m) {
-  m.impl("layer_norm", LayerNorm::autocast);
-  m.impl("rms_norm", RmsNorm::autocast);
-  m.impl("staged_row_norm", StagedNorm::autocast);
-}
 
 }  // namespace kf

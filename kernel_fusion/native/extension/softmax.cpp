@@ -12,7 +12,7 @@ bool accepts(const SoftmaxVerbCall& c) {
 }
 
 Tensor reference(const SoftmaxVerbCall& c) {
-  static const auto op = find_op("kernel_fusion::softmax_reference");
+  static const auto& op = find_op("kernel_fusion::softmax_reference");
   return call_operator<Tensor>(op, c);
 }
 
@@ -53,19 +53,14 @@ Tensor softmax_bwd(const Backend& backend, const SoftmaxBwdCall& c) {
 
 namespace {
 
-template <const Backend& backend> Tensor softmax_or_definition(const SoftmaxVerbCall& call) {
+Tensor softmax_or_definition(const Backend& backend, const SoftmaxVerbCall& call) {
   return accepts(call) ? softmax(backend, call) : reference(call);
 }
-template <const Backend& backend> Tensor softmax_bwd_on(const SoftmaxBwdCall& call) { return softmax_bwd(backend, call); }
-
-template <const Backend& backend> void implement_softmax(torch::Library& m) {
-  m.impl("softmax", Implementation<softmax_call, softmax_or_definition<backend>>::run);
-  m.impl("softmax_bwd", Implementation<softmax_bwd_call, softmax_bwd_on<backend>>::run);
-}
+const Implements softmax_kernels[] = {
+    {"softmax", {&kCpu, &kCuda}, Implementation<softmax_call, softmax_or_definition>::kernel},
+    {"softmax_bwd", {&kCpu, &kCuda}, Implementation<softmax_bwd_call, softmax_bwd>::kernel},
+};
 
 }  // namespace
-
-TORCH_LIBRARY_IMPL(kernel_fusion, CPU, m) { implement_softmax<kCpu>(m); }
-TORCH_LIBRARY_IMPL(kernel_fusion, CUDA, m) { implement_softmax<kCuda>(m); }
 
 }  // namespace kf

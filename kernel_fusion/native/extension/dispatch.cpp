@@ -1,0 +1,73 @@
+// Boxed values, and the operators' kernels in PyTorch's dispatcher. Only this file and schemas.cpp include its long headers.
+#include "dispatch.h"
+
+#include <torch/library.h>
+
+#include <map>
+
+#include "backends.h"
+
+namespace kf {
+
+template <class T> T take(Stack& stack, size_t place) { return std::move(torch::jit::peek(stack, 0, place)).template to<T>(); }
+template <class T> void push(Stack& stack, const T& value) { stack.emplace_back(value); }
+void drop(Stack& stack, size_t count) { torch::jit::drop(stack, count); }
+
+#define KF_VALUE(...)                                    \
+  template __VA_ARGS__ take(Stack& stack, size_t place); \
+  template void push(Stack& stack, const __VA_ARGS__& value);
+KF_VALUE(Tensor)
+KF_VALUE(OptionalTensor)
+KF_VALUE(bool)
+KF_VALUE(int64_t)
+KF_VALUE(double)
+KF_VALUE(std::optional<double>)
+KF_VALUE(std::string_view)
+KF_VALUE(at::ScalarType)
+KF_VALUE(OptionalDtype)
+KF_VALUE(std::array<bool, 2>)
+KF_VALUE(std::array<bool, 4>)
+KF_VALUE(std::array<bool, 5>)
+#undef KF_VALUE
+template std::vector<int64_t> take(Stack& stack, size_t place);
+template void push(Stack& stack, const at::IntArrayRef& value);
+
+const c10::OperatorHandle& find_op(const char* name) {
+  return *new c10::OperatorHandle(c10::Dispatcher::singleton().findSchemaOrThrow(name, ""));  // callers keep it for ever
+}
+
+NewStack::NewStack(size_t capacity) : stack_(new Stack) { stack_->reserve(capacity); }
+NewStack::~NewStack() { delete stack_; }
+
+void invoke(const c10::OperatorHandle& op, std::optional<c10::DispatchKeySet> keys, Stack& stack) {
+  if (keys) op.redispatchBoxed(*keys, &stack);
+  else op.callBoxed(stack);
+}
+
+namespace {
+
+struct Functor : c10::OperatorKernel {
+  Kernel* const kernel;
+  const Backend* const backend;
+
+  Functor(Kernel* kernel, const Backend* backend) : kernel(kernel), backend(backend) {}
+  void operator()(const c10::OperatorHandle&, c10::DispatchKeySet keys, Stack* stack) { kernel({backend, keys}, *stack); }
+};
+
+void implement(const char* op, c10::DispatchKey key, Kernel* kernel, const Backend* backend) {
+  static std::map<c10::DispatchKey, torch::Library> libraries;
+  auto& library = libraries.try_emplace(key, torch::Library::IMPL, "kernel_fusion", key, __FILE__, __LINE__).first->second;
+  library.impl(op, torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Functor>(kernel, backend)));
+}
+
+}  // namespace
+
+Implements::Implements(const char* op, std::initializer_list<const Backend*> backends, Kernel* kernel) {
+  for (const auto* backend : backends) implement(op, backend->key, kernel, backend);
+}
+
+Implements::Implements(const char* op, std::initializer_list<c10::DispatchKey> keys, Kernel* kernel) {
+  for (const auto key : keys) implement(op, key, kernel, nullptr);
+}
+
+}  // namespace kf
