@@ -83,7 +83,7 @@ def name_of(function: Callable[[Tensor], Any]) -> str | None:
     try:
         with torch.no_grad():
             y = function(x)
-    except Exception:  # unknown code may raise anything for an unexpected tensor
+    except Exception:  # unknown code may raise anything
         return None
     if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype or not torch.equal(x, kept):
         return None

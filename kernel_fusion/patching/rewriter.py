@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 GATED, ADD_NORM, DROP_ADD_NORM, TURNED = "_kf_gated", "_kf_add_norm", "_kf_drop_add_norm", "_kf_turned"
 MODULATED, ADD_MODULATED = "_kf_modulated", "_kf_add_modulated"
 _SUM = "_kf_normed"
-# Statements that evaluate an expression once, and hold no others.
+# Statements that evaluate an expression once and hold no others.
 _SIMPLE = (ast.Assign, ast.AnnAssign, ast.Return, ast.Expr)
 
 
@@ -89,7 +89,7 @@ class Rewriter:
                 if sum(name == operand.id and line > last for name, line in self.loads) != 1:
                     return None
                 call = _call(earlier.value)
-                # Statements between may write into a named tensor, but not into the result of a call.
+                # Statements between may write into a named tensor, not into the result of a call.
                 kept = call is not None and (isinstance(call.args[0], ast.Call) or earlier is before[-1])
                 return call if kept and len(earlier.targets) == 1 else None
         return None
@@ -145,7 +145,7 @@ class Rewriter:
         text, modulated = ast.unparse(norm), bool(vectors)
         for term, other in _orders(total, ast.Add):
             whole: Any = term if not isinstance(term, ast.Name) else self._just_before(block, statement, term, in_loop)
-            # A call in the other term might draw random numbers, and would come at another time.
+            # A call in the other term might draw random numbers, at another time then.
             if whole is None or any(isinstance(n, ast.Call) for n in ast.walk(other)):
                 continue
             if modulated and _orders(whole, ast.Mult) and self.sites(Site(text, True, True)):
