@@ -24,7 +24,7 @@ def cells_of(file: str, *keys: str, folder: Path = H200) -> dict[tuple[Any, ...]
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """A table in Markdown; what is no number is on the left."""
-    first = "---" if head[0].startswith(("model", "call", "operation", "chain")) or "thread" in head[0] else "---:"
+    first = "---" if head[0].startswith(("model", "call", "operation", "chain", "kernels")) or "thread" in head[0] else "---:"
     yield "| " + " | ".join(head) + " |"
     yield f"| {first} |" + "".join(
         " --- |" if name in ("shape here", "day", "machine", "command") else " ---: |" for name in head[1:]

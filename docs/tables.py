@@ -6,6 +6,8 @@ their sources.
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from statistics import geometric_mean
@@ -15,7 +17,7 @@ import table_combinations as combinations
 import table_operations as operations
 import table_published as published
 from table_faults import planted
-from table_parts import RESULTS, ROOT, Cell, best_peer, cells_of, digits, over_floor, sources, table
+from table_parts import H200, RESULTS, ROOT, Cell, best_peer, cells_of, digits, over_floor, sources, table
 from table_plans import PLANNED_LENGTHS, plans
 from table_results import costs, kept
 
@@ -214,6 +216,25 @@ def steps() -> Iterator[str]:
     yield ""
 
 
+_PROFILE = "steps/step-profile-llama-3-8b.json"
+_LEFT = ("additions", "copies, conversions", "loss", "embedding", "other")
+
+
+def step_profile() -> Iterator[str]:
+    """The time of a training step's kernels by kind, what could be fused last."""
+    kernels = json.loads((H200 / _PROFILE).read_text())["kernels"]
+    spent = Counter[tuple[str, str]]()
+    for kernel in kernels:
+        for kind in (kernel["kind"], "all"):
+            spent[kind, kernel["contender"]] += kernel["ms"]
+    kinds = sorted({kernel["kind"] for kernel in kernels} - {*_LEFT}, key=lambda kind: -spent[kind, "pytorch"])
+    contenders = [name for name in _STEPS if ("all", name) in spent]
+    rows = [[kind, *(digits(spent[kind, name]) for name in contenders)] for kind in (*kinds, *_LEFT, "all")]
+    yield from table(["kernels", *(f"{_STEPS[name]}, ms" for name in contenders)], rows)
+    yield sources(_PROFILE)
+    yield ""
+
+
 TABLES: dict[tuple[str, str], Callable[[], Iterator[str]]] = {  # by page and name
     ("README.md", "headline"): headline,
     ("docs/cpu.md", "cpu norms"): partial(cpu_norms, "pytorch", [2]),
@@ -238,6 +259,7 @@ TABLES: dict[tuple[str, str], Callable[[], Iterator[str]]] = {  # by page and na
     },
     ("docs/measured.md", "host"): host,
     ("docs/models.md", "steps"): steps,
+    ("docs/models.md", "step profile"): step_profile,
     ("docs/measured.md", "Triton, sweep"): triton_sweep,
     ("docs/measured.md", "cpu norms, all"): partial(cpu_norms, "pytorch", [1, 16]),
     ("docs/measured.md", "cpu norms, torch.compile"): partial(cpu_norms, "torch.compile", [1, 2, 16]),
