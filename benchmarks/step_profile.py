@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -123,7 +122,8 @@ def main() -> None:
     contenders = list(dict.fromkeys(kernel.contender for kernel in found))
     tables = [by_kind(found, str(step)), *(longest(found, contender) for contender in contenders)]
     method = {"trace": f"torch.profiler over {STEPS} steps after {WARM_UP}; kinds by the names of kernels"}
-    about = describe([device], " ".join(sys.argv), method, {peer.name: peer.version for peer in peers})
+    command = f"python benchmarks/step_profile.py --model {arguments.model} --contenders {arguments.contenders}"
+    about = describe([device], command, method, {peer.name: peer.version for peer in peers})
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
     path = arguments.output_dir / f"step-profile-{arguments.model}"
     lines = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from table_parts import H200, Cell, best_peer, cells_of, digits, over_floor, sources, table
+from table_parts import H100, H200, Cell, best_peer, cells_of, digits, over_floor, sources, table
 
 # The operations of each page.
 PAGES = {
@@ -60,7 +60,8 @@ def _times(cell: Cell, other: str, ours: str = "kf-cuda") -> str:
 # The tables of other suites: the page and the file.
 NEWEST = {
     "rotary embedding": ("rope", H200 / "rope.json"),
-    "quantised results": ("quantized", H200 / "quantised.json"),
+    "quantised results": ("quantized", H100 / "quantised.json"),
+    "quantised results, H200": ("quantized", H200 / "quantised.json"),
     "gated and modulated norms": ("modulation", H200 / "stages.json"),
 }
 

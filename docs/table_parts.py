@@ -9,7 +9,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-H200 = RESULTS / "nvidia-h200"
+H200, H100 = RESULTS / "nvidia-h200", RESULTS / "nvidia-h100"
 
 Cell = dict[str, dict[str, Any]]  # what was measured, by provider
 
@@ -24,7 +24,8 @@ def cells_of(file: str, *keys: str, folder: Path = H200) -> dict[tuple[Any, ...]
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """A table in Markdown; what is no number is on the left."""
-    first = "---" if head[0].startswith(("model", "call", "operation", "chain", "kernels")) or "thread" in head[0] else "---:"
+    names = ("model", "call", "operation", "chain", "kernels")
+    first = "---" if head[0].startswith(names) or "thread" in head[0] else "---:"
     yield "| " + " | ".join(head) + " |"
     yield f"| {first} |" + "".join(
         " --- |" if name in ("shape here", "day", "machine", "command") else " ---: |" for name in head[1:]
