@@ -19,8 +19,7 @@ namespace kf {
 
 using Stack = std::vector<c10::IValue>;
 
-// ---- Values: those of types that dispatch.cpp lists
-// -----------------------------------------------------------------
+// ---- Values: those of types that dispatch.cpp lists -----------------------------------------------------------------------
 
 // The value at `place`, counted from the stack's end, is moved out.
 template <class T> T take(Stack& stack, size_t place);
@@ -52,8 +51,7 @@ template <class... Each> struct Results<std::tuple<Each...>> {
   }
 };
 
-// ---- Calls
-// -------------------------------------------------------------------------------------------------------------------
+// ---- Calls ----------------------------------------------------------------------------------------------------------------
 
 const c10::OperatorHandle& find_op(const char* name);
 
@@ -86,8 +84,7 @@ template <class Result, class Call> Result call_operator(const c10::OperatorHand
   return with_arguments(call, [&](const auto&... args) { return call_boxed<Result>(op, args...); });
 }
 
-// ---- Implementations
-// ---------------------------------------------------------------------------------------------------------
+// ---- Implementations ------------------------------------------------------------------------------------------------------
 
 // Where a kernel is called: for a backend, or, above all backends, with the dispatcher's keys.
 struct Site {
