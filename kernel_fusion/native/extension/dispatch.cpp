@@ -1,11 +1,15 @@
-// Boxed values, and the operators' kernels in PyTorch's dispatcher. Only this file and schemas.cpp include its long headers.
+// Boxed values, and the operators and their kernels in PyTorch's dispatcher. Only this file includes its long headers.
 #include "dispatch.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
 #include <map>
+#include <sstream>
+#include <string>
 
 #include "backends.h"
+#include "schemas.h"
 
 namespace kf {
 
@@ -59,6 +63,20 @@ void implement(const char* op, c10::DispatchKey key, Kernel* kernel, const Backe
   auto& library = libraries.try_emplace(key, torch::Library::IMPL, "kernel_fusion", key, __FILE__, __LINE__).first->second;
   library.impl(op, torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Functor>(kernel, backend)));
 }
+
+// Defines the operators in C++ programs that open this library to run an AOTInductor package. `import kernel_fusion` defines
+// them first, because an operator cannot be defined twice.
+torch::Library* defined() {
+  if (c10::Dispatcher::singleton().findSchema({"kernel_fusion::layer_norm", ""})) return nullptr;
+  static torch::Library library(torch::Library::FRAGMENT, "kernel_fusion", std::nullopt, __FILE__, __LINE__);
+  std::istringstream schemas(kSchemas);
+  for (std::string schema; std::getline(schemas, schema);) {
+    if (!schema.empty()) library.def(torch::schema(schema.c_str()), {at::Tag::pt2_compliant_tag});
+  }
+  return &library;
+}
+
+const auto* const library = defined();
 
 }  // namespace
 
