@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -316,3 +317,11 @@ def test_a_patched_model_computes_shapes_on_meta() -> None:
     model = nn.Sequential(Summed(nn.LayerNorm(16)), nn.LayerNorm(16), nn.Softmax(-1))
     assert len(kf.patch(model).replaced) == 4
     assert model.to("meta")(torch.empty(3, 16, device="meta")).shape == (3, 16)
+
+
+def test_a_gate_by_a_builtin_function_pickles() -> None:
+    """What is remembered of an activation can be pickled."""
+    model = Gated(Call(F.gelu))
+    assert kf.patch(model).replaced
+    x = torch.randn(4, 16)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), model(x))

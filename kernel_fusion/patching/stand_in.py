@@ -87,13 +87,14 @@ def settings(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _value(module: nn.Module, value: Any) -> Any:
-    """Something hashable, equal for equal values."""
+    """Something hashable, equal for equal values, that can be pickled with the module."""
+    kind = type(value).__qualname__  # True is no 1
     if type(value) in _PLAIN:
-        return type(value), value
+        return kind, value
     if isinstance(value, types.MethodType) and value.__self__ is module:
         return value.__func__
     plain = type(value).__hash__ is not None and not isinstance(value, tuple | functools.partial)
-    return (type(value), value) if plain else repr(value)
+    return (kind, value) if plain else repr(value)
 
 
 def buffers(module: nn.Module) -> tuple[Any, ...]:
