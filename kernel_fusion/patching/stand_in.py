@@ -87,8 +87,8 @@ def settings(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _value(module: nn.Module, value: Any) -> Any:
-    """Something hashable, equal for equal values, that can be pickled with the module."""
-    kind = type(value).__qualname__  # True is no 1
+    """Something hashable that can be pickled, equal for equal values."""
+    kind = type(value).__qualname__
     if type(value) in _PLAIN:
         return kind, value
     if isinstance(value, types.MethodType) and value.__self__ is module:
