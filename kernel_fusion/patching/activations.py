@@ -56,7 +56,7 @@ class SoftmaxForm(Plan):
         def forward(self_: nn.Module, input: Tensor) -> Tensor:
             dim = self_.dim
             last = isinstance(dim, int) and dim in (-1, input.dim() - 1)
-            autocast = not input.is_meta and torch.is_autocast_enabled(input.device.type)  # which returns fp32
+            autocast = not input.is_meta and torch.is_autocast_enabled(input.device.type)  # PyTorch returns fp32
             if torch.compiler.is_compiling() or autocast or not last or not is_floating(input):
                 return original.forward(self_, input)  # type: ignore[no-any-return]
             return softmax(input, -1)
