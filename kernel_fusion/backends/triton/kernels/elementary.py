@@ -6,10 +6,6 @@ device's mathematical library, and the interpreter NumPy.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import numpy as np
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice
@@ -17,12 +13,11 @@ from triton.language.extra import libdevice
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 if INTERPRETED:
-    from triton.runtime.interpreter import TensorHandle
 
-    def _by_numpy(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda x: tl.tensor(TensorHandle(function(x.handle.data), x.handle.dtype), x.type)
-
-    exp, expm1, log1p, tanh = map(_by_numpy, (np.exp, np.expm1, np.log1p, np.tanh))
+    @triton.jit
+    def exp(x):
+        """e^x."""
+        return tl.exp(x)
 
     @triton.jit
     def fma(a, b, c):
@@ -38,6 +33,26 @@ if INTERPRETED:
         odd = tl.where((error > 0.0) == (total > 0.0), bits + 1, bits - 1)
         inexact = (error != 0.0) & (bits & 1 == 0)
         return tl.where(inexact, odd, bits).to(tl.float64, bitcast=True).to(tl.float32)
+
+    @triton.jit
+    def expm1(x):
+        """e^x - 1, by Kahan's quotient, where the rounding of e^x cancels."""
+        u = tl.exp(x)
+        quotient = (u - 1.0) * (x / tl.log(u))
+        return tl.where(u == 1.0, x, tl.where(tl.abs(x) > 40.0, u - 1.0, quotient))
+
+    @triton.jit
+    def log1p(x):
+        """log(1 + x), by the same quotient."""
+        u = 1.0 + x
+        return tl.where(u == 1.0, x, tl.log(u) * (x / (u - 1.0)))
+
+    @triton.jit
+    def tanh(x):
+        """From e^(2|x|) - 1; near 1 by its distance from 1."""
+        e = expm1(2.0 * tl.abs(x))
+        t = tl.where(tl.abs(x) > 0.5, 1.0 - 2.0 / (e + 2.0), e / (e + 2.0))
+        return tl.where(x < 0.0, -t, t)
 
 else:  # pragma: gpu
     exp, expm1, log1p, tanh = libdevice.exp, libdevice.expm1, libdevice.log1p, libdevice.tanh
