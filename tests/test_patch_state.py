@@ -196,13 +196,13 @@ def assert_same(model: nn.Module, change: Callable[[Any], Any] = lambda model: N
     ],
 )
 def test_modules_of_a_class_that_compute_otherwise(model: nn.Module) -> None:
-    """What one module holds is not taken for what another holds, and nothing rare is lost."""
+    """Modules that hold different things are not taken for each other, and nothing rare is lost."""
     assert_same(model, size=10.0)
 
 
 @pytest.mark.parametrize("model", [nn.Sequential(DroppingNorm(16)), Gated(DroppingSilu())], ids=["norm", "gate"])
 def test_a_model_in_evaluation_may_be_trained_later(model: nn.Module) -> None:
-    """What a module does in training only is seen though it is patched in evaluation."""
+    """Code that runs in training only is seen though the model is patched in evaluation."""
     assert_same(model.eval(), nn.Module.train)
 
 
@@ -320,7 +320,7 @@ def test_a_patched_model_computes_shapes_on_meta() -> None:
 
 
 def test_a_gate_by_a_builtin_function_pickles() -> None:
-    """What is remembered of an activation can be pickled."""
+    """A patched model remembers nothing of an activation that cannot be pickled."""
     model = Gated(Call(F.gelu))
     assert kf.patch(model).replaced
     x = torch.randn(4, 16)

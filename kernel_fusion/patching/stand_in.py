@@ -80,7 +80,7 @@ def _other(buffer: Tensor | None) -> Tensor | None:
 
 
 def settings(module: nn.Module) -> tuple[Any, ...]:
-    """What a module holds; with its class and tensors it decides its forward."""
+    """The state that decides a forward, besides class and tensors."""
     return tuple(
         [(name, _value(module, value)) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE]
     )

@@ -26,7 +26,7 @@ template <class T> T take(Stack& stack, size_t place);
 template <class T> void push(Stack& stack, const T& value);
 void drop(Stack& stack, size_t count);
 
-// What holds an argument of type T during a call.
+// The type that holds an argument of type T during a call.
 template <class T> struct HeldAs {
   using type = std::decay_t<T>;
 };
@@ -86,7 +86,7 @@ template <class Result, class Call> Result call_operator(const c10::OperatorHand
 
 // ---- Implementations ------------------------------------------------------------------------------------------------------
 
-// Where a kernel is called: for a backend, or, above all backends, with the dispatcher's keys.
+// The place of a call: for a backend, or, above all backends, with the dispatcher's keys.
 struct Site {
   const Backend* backend;
   c10::DispatchKeySet keys;

@@ -36,7 +36,7 @@ at::DimVector memory_order(const Tensor& t) {
   return order;
 }
 
-// What is left to reduce: its dimensions of more than one element, from the outermost in memory inwards.
+// The reduction that is left: its dimensions of more than one element, from the outermost in memory inwards.
 struct Remainder {
   Tensor memory;
   Map map;

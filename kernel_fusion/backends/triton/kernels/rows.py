@@ -1,4 +1,4 @@
-"""Where rows lie, the type that a kernel computes in, and programmatic dependent launch.
+"""Places of rows, the type that a kernel computes in, and programmatic dependent launch.
 
 A chained kernel starts while the one before it runs, and waits for all earlier launches before it touches memory.
 """
