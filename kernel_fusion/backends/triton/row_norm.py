@@ -35,7 +35,7 @@ from kernel_fusion.core.stages import (
 
 
 class Operands(NamedTuple):
-    """The arguments that all launches of a call share.
+    """The arguments that all launches share.
 
     Attributes:
         read: tensors: rows, vectors and the seed.
@@ -232,7 +232,7 @@ class Backward(NamedTuple):
         require(operator, [*tensors, *(getattr(s, name) for name in TENSORS)], takes)
 
     def operands(self) -> Operands:
-        """The operands that the kernels read."""
+        """The kernels' operands."""
         h, x, other = self.h, self.x, other_row(self.stages, None)
         rows = [self.dy, h, other if other is not None else h if x is None else x]
         wide, has_dh = self.stats.dtype == torch.float64, self.dh is not None
