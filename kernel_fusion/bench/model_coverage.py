@@ -322,7 +322,7 @@ def page(outcomes: Iterable[Outcome], command: str) -> str:
         "Others are activations, softmaxes, modulations, rotary embeddings and what makes their angles. The page "
         "[Your model in one line](models.md#how-it-was-checked) says what the checks are. Each model passed those "
         "above its table, except where it says otherwise: `no` is a check that the unpatched model fails, or has no "
-        "method for. Only a sample was compiled.",
+        "method for.",
         "",
     ]
     if failed := [outcome for outcome in made if not outcome.agrees]:
@@ -347,10 +347,13 @@ def _versions() -> str:
 
 def _section(outcomes: list[Outcome]) -> list[str]:
     """The checks of a task's models, and a row for each model."""
-    checks = [name for name in _CHECKS[:-1] if any(name in o.checks for o in outcomes)]
-    compiled = [o.name for o in outcomes if _CHECKS[-1] in o.checks]
-    rows = [", ".join(checks) + (f"; {_CHECKS[-1]}: {', '.join(compiled)}" if compiled else ""), ""]
-    rows += [f"| {' | '.join(('model', *_COUNTS, 'except'))} |", f"| --- |{' ---: |' * len(_COUNTS)} --- |"]
+    checks = [name for name in _CHECKS if any(name in o.checks for o in outcomes)]
+    rows = [
+        ", ".join(checks),
+        "",
+        f"| {' | '.join(('model', *_COUNTS, 'except'))} |",
+        f"| --- |{' ---: |' * len(_COUNTS)} --- |",
+    ]
     for o in outcomes:
         counts = [str(o.replaced.get(name) or "") for name in _COUNTS]
         exceptions = [f"no {name}" for name in checks if name not in o.checks]

@@ -17,7 +17,6 @@ from kernel_fusion.cli.common import console, progress_console, writable
 
 def models(
     names: Annotated[list[str] | None, typer.Argument(help="Classes, such as LlamaForCausalLM. Default: all.")] = None,
-    compile_every: Annotated[int, typer.Option(help="Compile every n-th one too, if it compiles unpatched.")] = 0,
     jobs: Annotated[int, typer.Option(min=1, help="How many processes share the work.")] = 1,
     output: Annotated[Path | None, typer.Option(help="Write the page of results there, as Markdown.")] = None,
 ) -> None:
@@ -28,9 +27,8 @@ def models(
     chosen = [architecture for architecture in found if not names or architecture.name in names]
     if output is not None:
         writable(output.absolute().parent)
-    tasks = [(a, compile_every > 0 and index % compile_every == 0) for index, a in enumerate(chosen)]
     outcomes = list(
-        track(_examined(tasks, jobs), "models", len(tasks), console=progress_console(), disable=len(tasks) == 1)
+        track(_examined(chosen, jobs), "models", len(chosen), console=progress_console(), disable=len(chosen) == 1)
     )
     for outcome in outcomes:
         state = f"not made: {outcome.not_made}" if outcome.not_made else "agrees" if outcome.agrees else "FAILS"
@@ -40,30 +38,26 @@ def models(
             if reason:
                 console().print(f"    {name}: {reason}")
     if output is not None:
-        options = [*(names or ()), *(["--compile-every", str(compile_every)] if compile_every else [])]
-        options += ["--jobs", str(jobs)] if jobs > 1 else []
+        options = [*(names or ()), *(["--jobs", str(jobs)] if jobs > 1 else [])]
         command = shlex.join(["kernel-fusion", "models", *options, "--output", output.name])
         output.write_text(model_coverage.page(outcomes, command))
     if not all(outcome.agrees for outcome in outcomes):
         raise typer.Exit(1)
 
 
-Task = tuple[tiny_models.Architecture, bool]
-
-
-def _examined(tasks: list[Task], jobs: int) -> Iterator[model_coverage.Outcome]:
+def _examined(chosen: list[tiny_models.Architecture], jobs: int) -> Iterator[model_coverage.Outcome]:
     """The outcomes, in order. The processes are forks, because model factories cannot be pickled."""
-    global _tasks
+    global _chosen
     if jobs == 1:
-        yield from (model_coverage.examine(*task) for task in tasks)
+        yield from (model_coverage.examine(architecture, compile=True) for architecture in chosen)
         return
-    _tasks = tasks
+    _chosen = chosen
     with multiprocessing.get_context("fork").Pool(jobs) as pool:
-        yield from pool.imap(_examine, range(len(tasks)))
+        yield from pool.imap(_examine, range(len(chosen)))
 
 
-_tasks: list[Task] = []
+_chosen: list[tiny_models.Architecture] = []
 
 
 def _examine(index: int) -> model_coverage.Outcome:
-    return model_coverage.examine(*_tasks[index])
+    return model_coverage.examine(_chosen[index], compile=True)
