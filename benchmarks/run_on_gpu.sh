@@ -2,7 +2,7 @@
 # Everything a GPU is needed for, in one go: build, test, check under compute-sanitizer, measure.
 #   benchmarks/run_on_gpu.sh OUTPUT_DIR [tests] [faults] [sanitize] [bench] [peers] [steps] [profile] [experiments] [training] [example] [report]
 # (default: all); `report` is about what `bench` and `peers` left in OUTPUT_DIR. `steps` and `training` take long; their
-# parts have names, too: steps-llama-3-8b and so on, training-0, training-1, training-repeat.
+# parts have names, too: steps-llama-3-8b and so on, training-0, training-1.
 # Uses the python3 at hand, which must hold PyTorch with CUDA; results and logs land in OUTPUT_DIR.
 set -uo pipefail
 out=$1
@@ -67,11 +67,10 @@ for part in $parts; do
       run "profile-$model" python3 benchmarks/step_profile.py --model "$model" --output-dir "$out/steps"
       grep '^|' "$out/steps/$model/steps.md"
       ;;
-    training) benchmarks/run_on_gpu.sh "$out" training-0 training-1 training-repeat || failed=1 ;;
-    training-repeat) run "$part" python3 benchmarks/training_run.py --repeat 30 --output-dir "$out/training" ;;
-    training-*) # a seed, with and without us
-      run "$part" python3 benchmarks/training_run.py --seeds "${part#training-}" --output-dir "$out/training"
-      tail -n 8 "$out/$part.log"
+    training) benchmarks/run_on_gpu.sh "$out" training-0 training-1 || failed=1 ;;
+    training-*) # a seed, with and without us, each twice
+      run "$part" python3 benchmarks/training_run.py --seeds "${part#training-}" --repeat --output-dir "$out/training"
+      tail -n 12 "$out/$part.log"
       ;;
     report)
       results=()

@@ -2,13 +2,14 @@
 
 The model is a Llama of Hugging Face's, 12 layers of 1024; the text is what every machine has, byte by byte: the sources
 of Python's standard library. Both variants of a seed start from the same weights and see the same batches. The claim is
-that the curves of one seed differ by less than those of two seeds do.
+that the curves of one seed differ by less than those of two seeds do, and that a run repeats itself bit by bit.
 
-    python benchmarks/training_run.py --output-dir OUT --seeds 0        # 2000 steps of each variant
-    python benchmarks/training_run.py --output-dir OUT --seeds 1        # the table and the plot now hold both seeds
-    python benchmarks/training_run.py --output-dir OUT --repeat 30      # each variant twice: are they equal bit by bit?
+    python benchmarks/training_run.py --output-dir OUT --seeds 0     # 2000 steps of each variant
+    python benchmarks/training_run.py --output-dir OUT --seeds 1     # the table now holds both seeds
+    python benchmarks/training_run.py --output-dir OUT --repeat      # each run twice: are they equal bit by bit?
+    python benchmarks/training_run.py --output-dir OUT --seeds       # none: the table of the runs that lie there
 
-Every run leaves its losses in OUT as JSON, and the table and the plot are of all runs that lie there.
+Every run leaves its curve in OUT/runs; OUT/training-run.json has those of all.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,14 @@ import torch
 from torch import Tensor, nn
 
 import kernel_fusion as kf
-from kernel_fusion.bench.machine import machine, versions
+from kernel_fusion.bench.results import describe
 from kernel_fusion.bench.step_models import hugging_face
 
 BYTES = 256
 MAX_TEXT = 16_000_000
 HELD_OUT = 500_000
 WARM_UP = 100
-# Steps that smooth the curves, and whose mean is the table's last loss.
+# Steps whose mean loss is a point of a curve.
 WINDOW = 50
 SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "num_attention_heads": 16}
 QUICK_SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -73,34 +74,26 @@ class Run:
     """A trained model: what the files hold.
 
     Attributes:
-        losses: of every step, in nats per byte.
-        held_out: of text that was not trained on, afterwards.
+        curve: mean losses of `WINDOW` steps each, one after the other, in nats per byte.
+        held_out: the loss on text that was not trained on, afterwards.
         ms_per_step: the mean, without the first steps.
+        repeats: whether a second run gave the same losses and weights; None if there was none.
     """
 
     variant: str
     seed: int
     parameters: int
     tokens_per_step: int
-    losses: list[float]
+    steps: int
+    curve: list[float]
     held_out: float
     ms_per_step: float
+    repeats: bool | None = None
 
     @property
     def name(self) -> str:
-        """For the table and the plot."""
+        """For the table."""
         return f"{self.variant}, seed {self.seed}"
-
-    @property
-    def last(self) -> float:
-        """The mean loss of the last steps."""
-        return statistics.fmean(self.losses[-WINDOW:])
-
-    def smooth(self) -> list[float]:
-        """Means over `WINDOW` steps, one after the other."""
-        window = min(WINDOW, max(1, len(self.losses) // 10))
-        starts = range(0, len(self.losses) - window + 1, window)
-        return [statistics.fmean(self.losses[start : start + window]) for start in starts]
 
 
 def _patched(model: nn.Module) -> nn.Module:
@@ -139,8 +132,8 @@ def loss_of(model: Any, window: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), window[:, 1:].flatten())
 
 
-def train(plan: Plan, variant: str, seed: int, text: Tensor, device: torch.device) -> tuple[Run, nn.Module]:
-    """Train one variant from a seed; the model, too."""
+def train(plan: Plan, variant: str, seed: int, text: Tensor, device: torch.device) -> tuple[Run, list[Tensor]]:
+    """Train one variant from a seed; also the losses of all steps, and the weights."""
     torch.manual_seed(seed)
     with device:
         model = plan.model()
@@ -168,12 +161,22 @@ def train(plan: Plan, variant: str, seed: int, text: Tensor, device: torch.devic
         if (step + 1) % 200 == 0:
             print(f"{variant}, seed {seed}, step {step + 1}: {losses[-1].item():.4f}", file=sys.stderr)
     _wait(device)
-    seconds = time.perf_counter() - start
-    values = torch.stack(losses).tolist()
+    ms = 1e3 * (time.perf_counter() - start) / (plan.steps - skipped)
+    window = min(WINDOW, max(1, plan.steps // 10))
+    curve = torch.stack(losses[: plan.steps // window * window]).view(-1, window).mean(1).tolist()
     parameters = sum(p.numel() for p in model.parameters())
-    ms = 1e3 * seconds / (plan.steps - skipped)
-    run = Run(variant, seed, parameters, plan.batch * plan.length, values, held_out(called, plan, text, device), ms)
-    return run, model
+    end = held_out(called, plan, text, device)
+    run = Run(variant, seed, parameters, plan.batch * plan.length, plan.steps, curve, end, ms)
+    return run, [*losses, *(p.detach() for p in model.parameters())]
+
+
+def trained(plan: Plan, variant: str, seed: int, text: Tensor, device: torch.device, twice: bool) -> Run:
+    """Train one variant from a seed, once or twice."""
+    run, bits = train(plan, variant, seed, text, device)
+    if twice:
+        _, others = train(plan, variant, seed, text, device)
+        run = replace(run, repeats=all(torch.equal(a, b) for a, b in zip(bits, others, strict=True)))
+    return run
 
 
 @torch.no_grad()
@@ -189,37 +192,23 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def repeats(plan: Plan, variants: Sequence[str], text: Tensor, device: torch.device) -> bool:
-    """Train each variant twice; whether losses and weights are equal bit by bit."""
-    same = True
-    for variant in variants:
-        (first, one), (second, other) = (train(plan, variant, 0, text, device) for _ in range(2))
-        weights = all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
-        equal = weights and first.losses == second.losses
-        print(f"{variant}: {plan.steps} steps twice, losses and weights {'equal' if equal else 'DIFFER'}")
-        same &= equal
-    return same
-
-
 def read_runs(folder: Path) -> list[Run]:
     """All runs whose files lie in a folder, in order."""
-    names = set(Run.__dataclass_fields__)
-    found = [json.loads(path.read_text()) for path in sorted(folder.glob("run-*.json"))]
-    runs = [Run(**{name: value for name, value in each.items() if name in names}) for each in found]
+    runs = [Run(**json.loads(path.read_text())) for path in folder.glob("*.json")]
     return sorted(runs, key=lambda run: (list(VARIANTS).index(run.variant), run.seed))
 
 
 def distance(a: Run, b: Run) -> float:
-    """The root mean square of how far two smoothed curves lie apart."""
-    return math.sqrt(statistics.fmean((x - y) ** 2 for x, y in zip(a.smooth(), b.smooth(), strict=True)))
+    """The root mean square of how far two curves lie apart."""
+    return math.sqrt(statistics.fmean((x - y) ** 2 for x, y in zip(a.curve, b.curve, strict=True)))
 
 
-def report(runs: Sequence[Run]) -> bool:
-    """Print a row per run, and how far curves lie apart; False where ours is farther from PyTorch's than seeds are."""
+def report(runs: Sequence[Run]) -> str | None:
+    """Print a row per run, and how far curves lie apart; what is wrong, or None."""
     print(f"\n{'run':24}{'last loss':>11}{'held out':>11}{'ms/step':>10}{'tokens/s':>12}")
     for run in runs:
         speed = 1e3 * run.tokens_per_step / run.ms_per_step
-        print(f"{run.name:24}{run.last:>11.4f}{run.held_out:>11.4f}{run.ms_per_step:>10.2f}{speed:>12,.0f}")
+        print(f"{run.name:24}{run.curve[-1]:>11.4f}{run.held_out:>11.4f}{run.ms_per_step:>10.2f}{speed:>12,.0f}")
     plain = [run for run in runs if run.variant == "unpatched"]
     between = [distance(a, b) for a in plain for b in plain if a.seed < b.seed]
     ours = [distance(run, p) for run in runs for p in plain if run.variant != "unpatched" and run.seed == p.seed]
@@ -227,38 +216,14 @@ def report(runs: Sequence[Run]) -> bool:
         print(f"curves of two seeds lie {min(between):.4f} apart")
     if ours:
         print(f"curves with and without us lie at most {max(ours):.4f} apart")
-    return not between or not ours or max(ours) <= min(between)
-
-
-def plot(runs: Sequence[Run], folder: Path) -> None:
-    """Draw the curves over the band of PyTorch's seeds, and below how far each is from PyTorch's of the same seed."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 6.5), layout="constrained")
-    above, below = figure.subplots(2, sharex=True, height_ratios=(2, 1))
-    plain = {run.seed: run for run in runs if run.variant == "unpatched"}
-    colors = {"unpatched": "silver", "patched": "tab:blue", "graph": "tab:orange"}
-    styles = ("solid", "dashed", "dotted", "dashdot")
-    curves = [plain[seed].smooth() for seed in plain]
-    steps = [(at + 1) * len(runs[0].losses) / len(runs[0].smooth()) for at in range(len(runs[0].smooth()))]
-    if len(curves) > 1:
-        low, high = ([pick(values) for values in zip(*curves, strict=True)] for pick in (min, max))
-        above.fill_between(steps, low, high, color="whitesmoke", label="between PyTorch's seeds")
-        widest = [top - bottom for top, bottom in zip(high, low, strict=True)]
-        below.fill_between(steps, [-w for w in widest], widest, color="lightgray", label="distance of PyTorch's seeds")
     for run in runs:
-        style: dict[str, Any] = {"color": colors[run.variant], "linestyle": styles[run.seed % len(styles)]}
-        # Wide below narrow: where curves agree, both stay visible.
-        above.plot(steps, run.smooth(), label=run.name, linewidth=4 if run.variant == "unpatched" else 1.2, **style)
-        if run.variant != "unpatched" and run.seed in plain:
-            apart = [a - b for a, b in zip(run.smooth(), plain[run.seed].smooth(), strict=True)]
-            below.plot(steps, apart, label=f"{run.name}, minus unpatched", linewidth=1.2, **style)
-    above.set(ylabel="loss (nats per byte)", title=f"Llama of {runs[0].parameters / 1e6:.0f} M parameters")
-    below.set(xlabel="step", ylabel="difference")
-    for axes in (above, below):
-        axes.legend(fontsize=8)
-    figure.savefig(folder / "training_run.png", dpi=150)
-    print(f"plot: {folder / 'training_run.png'}")
+        if run.repeats is not None:
+            print(f"{run.name}: {run.steps} steps twice, losses and weights {'equal' if run.repeats else 'DIFFER'}")
+    if any(run.repeats is False for run in runs):
+        return "a run does not repeat itself"
+    if between and ours and max(ours) > min(between):
+        return "the curves with and without us lie farther apart than those of two seeds"
+    return None
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -266,10 +231,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     best = "cuda" if torch.cuda.is_available() else "cpu"
     made = argparse.ArgumentParser(description="Train a language model with and without kernel_fusion.")
     made.add_argument("--output-dir", type=Path, required=True)
-    made.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    made.add_argument("--seeds", type=int, nargs="*", default=[0, 1])
     made.add_argument("--variants", nargs="+", choices=VARIANTS, default=["unpatched", "patched"])
     made.add_argument("--steps", type=int, help="of each run (default 2000; with --quick 30)")
-    made.add_argument("--repeat", type=int, metavar="STEPS", help="only: take STEPS steps twice, and compare the bits")
+    made.add_argument("--repeat", action="store_true", help="train each variant twice, and compare the bits")
     made.add_argument("--device", type=torch.device, default=best)
     made.add_argument("--quick", action="store_true", help="a tiny model, for a CPU")
     return made.parse_args(argv)
@@ -282,22 +247,21 @@ def main() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    steps = arguments.repeat or arguments.steps or (30 if arguments.quick else 2000)
+    steps = arguments.steps or (30 if arguments.quick else 2000)
     plan = Plan(steps, 4, 32, 1e-2, True) if arguments.quick else Plan(steps)
-    text, device = load_text(), arguments.device
-    if arguments.repeat:
-        sys.exit(None if repeats(plan, arguments.variants, text, device) else "FAILED: a run does not repeat itself")
-    arguments.output_dir.mkdir(parents=True, exist_ok=True)
-    about = {"command": " ".join(sys.argv), "machine": machine(device), "versions": versions()}
+    text, device, folder = load_text(), arguments.device, arguments.output_dir / "runs"
+    folder.mkdir(parents=True, exist_ok=True)
     for seed in arguments.seeds:
         for variant in arguments.variants:
-            run, _ = train(plan, variant, seed, text, device)
-            path = arguments.output_dir / f"run-{variant}-seed{seed}.json"
-            path.write_text(json.dumps(asdict(run) | about) + "\n")
-    runs = read_runs(arguments.output_dir)
-    plot(runs, arguments.output_dir)
-    if not report(runs):
-        sys.exit("FAILED: the curves with and without us lie farther apart than those of two seeds")
+            run = trained(plan, variant, seed, text, device, arguments.repeat)
+            (folder / f"{variant}-{seed}.json").write_text(json.dumps(asdict(run)) + "\n")
+    runs = read_runs(folder)
+    command = f"python benchmarks/training_run.py --steps {steps}{' --repeat' if all(r.repeats for r in runs) else ''}"
+    method = {"curve": f"mean losses of {WINDOW} steps each, in nats per byte"}
+    about = describe([device], command, method, {}) | {"runs": [asdict(run) for run in runs]}
+    (arguments.output_dir / "training-run.json").write_text(json.dumps(about, indent=1) + "\n")
+    if problem := report(runs):
+        sys.exit(f"FAILED: {problem}")
 
 
 if __name__ == "__main__":
