@@ -24,7 +24,7 @@ def cells_of(file: str, *keys: str, folder: Path = H200) -> dict[tuple[Any, ...]
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """A table in Markdown; what is no number is on the left."""
-    names = ("model", "call", "operation", "chain", "kernels")
+    names = ("model", "call", "operation", "chain", "kernels", "run")
     first = "---" if head[0].startswith(names) or "thread" in head[0] else "---:"
     yield "| " + " | ".join(head) + " |"
     yield f"| {first} |" + "".join(

@@ -194,25 +194,42 @@ _STEPS = {
     "kf-patch": "patched",
     "kf-graph": "graph pass",
     "liger": "Liger, same scope",
+    "liger-full": "Liger, whole",
     "torch.compile": "torch.compile",
-    "kf-compile": "with ours",
+    "kf-compile": "it with ours",
 }
+_STEP_PAIRS = ("pytorch", "kf-patch"), ("torch.compile", "kf-compile")
+_STEP_FILE = H100 / "steps.json"
 
 
 def steps() -> Iterator[str]:
-    """Training steps: ms, PyTorch's over ours, and what autograd keeps."""
-    files = ("steps/llama-3-8b.json", "steps/llama-1024.json", "steps/others.json")
+    """Training steps: ms of each contender, and PyTorch's and the compiler's over ours."""
     rows = []
-    for file in files:
-        for (name,), cell in cells_of(file, "configuration").items():
-            times = {provider: cell[provider]["median_ms"] for provider in _STEPS if provider in cell}
-            kept = (f"{cell[provider]['saved_bytes'] / 1e9:.2f}" for provider in ("pytorch", "kf-patch"))
-            speedup = f"{times['pytorch'] / times['kf-patch']:.2f}"
-            columns = (digits(times[provider]) if provider in times else "–" for provider in _STEPS)
-            rows.append([name, *columns, speedup, " / ".join(kept)])
-    head = ["model", *(f"{name}, ms" for name in _STEPS.values()), "PyTorch ÷ patched", "saved GB: PyTorch / patched"]
-    yield from table(head, rows)
-    yield sources(*files)
+    for (name,), cell in cells_of(_STEP_FILE.name, "configuration", folder=_STEP_FILE.parent).items():
+        times = {provider: cell[provider]["median_ms"] for provider in _STEPS if provider in cell}
+        columns = (digits(times[provider]) if provider in times else "–" for provider in _STEPS)
+        gains = (times[theirs] / times[ours] for theirs, ours in _STEP_PAIRS)
+        rows.append([name, *columns, *(f"{gain:.2f}" for gain in gains)])
+    pairs = (f"{_STEPS[theirs]} ÷ {_STEPS[ours]}" for theirs, ours in _STEP_PAIRS)
+    yield from table(["model", *(f"{name}, ms" for name in _STEPS.values()), *pairs], rows)
+    yield sources(_STEP_FILE.name, folder=_STEP_FILE.parent)
+    yield ""
+
+
+def step_memory() -> Iterator[str]:
+    """Training steps: the peak of the memory and what autograd keeps, in GB, and how far losses are off PyTorch's."""
+    rows, off = [], Counter[str]()
+    for (name,), cell in cells_of(_STEP_FILE.name, "configuration", folder=_STEP_FILE.parent).items():
+        memory = {
+            provider: " / ".join(f"{m[kind] / 1e9:.1f}" for kind in ("training_memory_bytes", "saved_bytes"))
+            for provider, m in cell.items()
+        }
+        rows.append([name, *(memory.get(provider, "–") for provider in _STEPS)])
+        for provider, m in cell.items():
+            off[provider] = max(off[provider], m["max_abs_error_loss"] / m["loss"])
+    yield from table(["model", *_STEPS.values()], rows)
+    worst = ", ".join(f"{name} {off[provider]:.1e}" for provider, name in _STEPS.items() if provider != "pytorch")
+    yield f"The first step's loss is off PyTorch's by at most, relatively: {worst}."
     yield ""
 
 
@@ -232,6 +249,27 @@ def step_profile() -> Iterator[str]:
     rows = [[kind, *(digits(spent[kind, name]) for name in contenders)] for kind in (*kinds, *_LEFT, "all")]
     yield from table(["kernels", *(f"{_STEPS[name]}, ms" for name in contenders)], rows)
     yield sources(_PROFILE.name, folder=_PROFILE.parent)
+    yield ""
+
+
+def training() -> Iterator[str]:
+    """A training run: losses on the way and on held-out text."""
+    file = "training-run.json"
+    runs = json.loads((H100 / file).read_text())["runs"]
+    points, steps = len(runs[0]["curve"]), runs[0]["steps"]
+    marks = [points * quarter // 4 for quarter in range(1, 5)]
+    rows = [
+        [
+            f"{run['variant']}, seed {run['seed']}",
+            *(f"{run['curve'][mark - 1]:.4f}" for mark in marks),
+            f"{run['held_out']:.4f}",
+            "yes" if run["repeats"] else "no",
+        ]
+        for run in sorted(runs, key=lambda run: (run["seed"], run["variant"] == "patched"))
+    ]
+    head = ["run", *(f"step {steps * mark // points}" for mark in marks), "held-out text", "same bits twice"]
+    yield from table(head, rows)
+    yield sources(file, folder=H100)
     yield ""
 
 
@@ -259,7 +297,9 @@ TABLES: dict[tuple[str, str], Callable[[], Iterator[str]]] = {  # by page and na
     },
     ("docs/measured.md", "host"): host,
     ("docs/models.md", "steps"): steps,
+    ("docs/models.md", "step memory"): step_memory,
     ("docs/models.md", "step profile"): step_profile,
+    ("docs/models.md", "training"): training,
     ("docs/measured.md", "Triton, sweep"): triton_sweep,
     ("docs/measured.md", "cpu norms, all"): partial(cpu_norms, "pytorch", [1, 16]),
     ("docs/measured.md", "cpu norms, torch.compile"): partial(cpu_norms, "torch.compile", [1, 2, 16]),

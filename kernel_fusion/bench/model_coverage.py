@@ -1,8 +1,8 @@
 """Whole models before and after patching: do they compute the same, and does everything users do with them work?
 
 A patched model is judged as a kernel is. Against a float64 run, the error of its logits, its loss and every gradient is
-at most twice that of the unpatched model plus one rounding. Errors are 2-norms of whole tensors. The rounding is that
-of the tensor's elements, or of an average gradient if that is larger.
+at most twice the sum of the unpatched model's and one rounding. Errors are 2-norms of whole tensors. The rounding is
+that of the tensor's elements, or of an average gradient if that is larger.
 """
 
 from __future__ import annotations
