@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kernel_fusion.core.activations import ACTIVATIONS
 from kernel_fusion.functional import bias_act, softmax
 from kernel_fusion.patching.agree import FLOATING, disagreement, is_floating
-from kernel_fusion.patching.stand_in import StandIn, arguments, generator
+from kernel_fusion.patching.stand_in import StandIn, arguments, generator, has_still, plain_settings
 from kernel_fusion.patching.swap import Plan
 
 # Any two of our activations differ somewhere by 3e-4; two fp32 spellings of one differ by less than this.
@@ -28,6 +28,7 @@ class ActivationForm(Plan):
     """An activation, by name."""
 
     name: str
+    settings: tuple[tuple[str, Any], ...]  # examined ones
 
     def __str__(self) -> str:
         return f"bias_act, activation={self.name!r}"
@@ -36,7 +37,8 @@ class ActivationForm(Plan):
         """The methods of a patched activation."""
 
         def forward(self_: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or len(args) != 1 or kwargs or not is_floating(args[0]):
+            ours = not torch.compiler.is_compiling() and len(args) == 1 and not kwargs and is_floating(args[0])
+            if not ours or not has_still(self_, self.settings):
                 return original.forward(self_, *args, **kwargs)
             return bias_act(args[0], None, self.name)
 
@@ -122,11 +124,15 @@ def fit_activation(module: nn.Module) -> ActivationForm | str | None:
     name = name_of(stand_in)
     if name is None:
         return None
-    return ActivationForm(name) if operations(stand_in) > 1 else "PyTorch computes it in one kernel"
+    if operations(stand_in) == 1:
+        return "PyTorch computes it in one kernel"
+    return ActivationForm(name, plain_settings(module))
 
 
 def fit_softmax(module: nn.Module) -> SoftmaxForm | str:
     """The form of an `nn.Softmax`."""
+    if type(module).forward is not nn.Softmax.forward:
+        return "its forward is its own"
     if getattr(module, "dim", None) is None:
         return "it has no dimension"
     if module.dim != -1:

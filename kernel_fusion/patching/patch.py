@@ -64,7 +64,8 @@ def patch(
             applies to all norms.
 
     Returns:
-        A :class:`Report` to print. A second call changes nothing. `torch.compile` sees the model as it was.
+        A :class:`Report` to print. A second call changes nothing. `torch.compile` and `torch.export`
+            see the model as it was.
 
     Raises:
         TypeError: `model` is no module.
@@ -165,11 +166,13 @@ class _Walk:
 
     def _settle(self, name: str, module: nn.Module, answer: Plan | str) -> None:
         kind = type(module).__name__
-        if isinstance(answer, str):
-            self.report.left.append(Line(kind, answer, name))
-        else:
-            change(module, answer)
-            self.report.replaced.append(Line(kind, str(answer), name))
+        if not isinstance(answer, str):
+            try:
+                change(module, answer)
+            except TypeError as error:
+                answer = f"its class allows no subclass: {error}"
+        lines = self.report.left if isinstance(answer, str) else self.report.replaced
+        lines.append(Line(kind, str(answer), name))
 
     def _form(self, module: nn.Module, norms: bool, activations: bool) -> Any:
         """The form of a module without submodules, the reason why it has none, or None if nobody would expect one."""

@@ -98,7 +98,7 @@ def _modulated(y: Any, scale: Any, shift: Any) -> Any:
 
 def _method(norm: Any, name: str) -> Any:
     """The method for a site of a norm that is patched and has no hooks, outside the compiler."""
-    if torch.compiler.is_dynamo_compiling():  # which fuses this itself
+    if torch.compiler.is_compiling():  # which fuses this itself
         return None
     method = type(norm).__dict__.get(name)  # not of a class that somebody made of a changed one
     return method if method is not None and is_bare(norm) else None
