@@ -534,6 +534,43 @@ def test_a_file_that_has_changed_since_is_not_compiled(tmp_path: Path, monkeypat
     assert torch.equal(model(x), expected)
 
 
+_METHOD = """
+from torch import nn
+
+class Written(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.act, self.norm, self.bare = nn.SiLU(), nn.LayerNorm(16), nn.LayerNorm(16, elementwise_affine=False)
+
+    def forward(self, a, b):
+        {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("other_sum", ["h = a + b", "return sum(self.norm(h) for h in (a, b)) + h"]),
+        ("other_gate", ["g = self.act(a)", "return sum([g * v for g, v in ((a, b), (b, a))])"]),
+        ("one_line", ["y = self.bare(a); z = y * (1 + b) + a; return y + z"]),
+        ("gate_written", ["g = a * 1", "return self.act(g) * g.mul_(2)"]),
+        ("input_written", ["h = a * 1", "y = self.bare(h)", "return y * (1 + h.mul_(2)) + b"]),
+    ],
+)
+def test_names_and_writes_that_decide_a_value(
+    name: str, lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name bound in a comprehension, one read again on its line, and a tensor that is written to, are not moved."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / f"written_{name}.py").write_text(_METHOD.format("\n        ".join(lines)))
+    model = importlib.import_module(f"written_{name}").Written()
+    a, b = torch.randn(4, 16), torch.randn(4, 16)
+    with torch.no_grad():
+        expected = model(a, b)
+        kf.patch(model)
+        torch.testing.assert_close(model(a, b), expected)
+
+
 def test_a_subclass_made_elsewhere_is_rewritten() -> None:
     """FSDP2 makes a class of a layer's in its own file; the layer's methods are found."""
     model = Summed(nn.LayerNorm(16))
