@@ -495,6 +495,17 @@ def test_an_export_has_the_operations_of_the_unpatched_model() -> None:
     assert "kernel_fusion" not in str(torch.export.export(model, (x,)).graph)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("model", [nn.LayerNorm(16), Call(F.silu), Summed(nn.LayerNorm(16)), Gated(nn.SiLU())], ids=str)
+def test_nested_tensors_without_a_shape(model: nn.Module) -> None:
+    """Strided nested tensors, which `nn.TransformerEncoder` makes, run the module's own code."""
+    x = torch.nested.nested_tensor([torch.randn(2, 16), torch.randn(3, 16)])
+    expected = model(x)
+    kf.patch(nn.Sequential(model))
+    for ours, theirs in zip(model(x).unbind(), expected.unbind(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_a_norm_of_no_columns_is_left() -> None:
     """FSDP's shard of a small weight may be empty, and a patch must not fail for that."""
     assert "row" in kf.patch(nn.Sequential(nn.LayerNorm(0))).left[0].text

@@ -20,9 +20,14 @@ FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 Function = Callable[..., Tensor]
 
 
+def has_shape(x: Any) -> bool:
+    """Whether it is a tensor, but no strided nested one."""
+    return isinstance(x, Tensor) and not (x.is_nested and x.layout is torch.strided)
+
+
 def is_floating(x: Any) -> bool:
-    """Whether it is such a tensor."""
-    return isinstance(x, Tensor) and x.dtype in FLOATING
+    """Whether it is one of these dtypes."""
+    return has_shape(x) and x.dtype in FLOATING
 
 
 def attempt(function: Callable[..., Any], *inputs: Tensor) -> Tensor | None:

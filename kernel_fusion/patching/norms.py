@@ -17,6 +17,7 @@ from torch.compiler import is_compiling
 
 from kernel_fusion.core.spec import rounding_for
 from kernel_fusion.functional import bound, gated_norm, modulated_norm, row_norm
+from kernel_fusion.patching.agree import has_shape
 from kernel_fusion.patching.stand_in import has_still
 from kernel_fusion.patching.swap import Plan
 
@@ -115,7 +116,7 @@ class NormForm(Plan):
 
     def num_dims(self, x: Any) -> int:
         """How many dimensions to normalise, or 0 if x is no tensor such as the form was examined with."""
-        if not isinstance(x, Tensor) or not (dims := x.dim()):
+        if not has_shape(x) or not (dims := x.dim()):
             return 0
         shape = self.shape
         found = 1 if shape is None else len(shape)

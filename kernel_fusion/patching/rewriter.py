@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 GATED, ADD_NORM, DROP_ADD_NORM, TURNED = "_kf_gated", "_kf_add_norm", "_kf_drop_add_norm", "_kf_turned"
 MODULATED, ADD_MODULATED = "_kf_modulated", "_kf_add_modulated"
 _SUM = "_kf_normed"
-# Parts that are not evaluated once, with the statement; and statements that are, and hold no others.
+# Parts not evaluated with their statement, and statements without others in them.
 _LATER = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.stmt)
 _SIMPLE = (ast.Assign, ast.AnnAssign, ast.Return, ast.Expr)
 
