@@ -5,7 +5,7 @@ TorchScript evaluates the annotations of a module's class, so here they are no t
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -123,7 +123,7 @@ class AddStages(Stages):
     """The same of the norms that add to a residual, which have dropout too."""
 
     dropout: float = 0.0
-    __constants__ = (*Stages.__constants__, "dropout")
+    __constants__: ClassVar[list[str]] = [*Stages.__constants__, "dropout"]
 
     def _set_dropout(self, dropout: float) -> None:
         checks.dropout_p(type(self).__name__, "dropout", dropout)
