@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import kernel_fusion as kf
@@ -504,6 +505,40 @@ def test_nested_tensors_without_a_shape(model: nn.Module) -> None:
     kf.patch(nn.Sequential(model))
     for ours, theirs in zip(model(x).unbind(), expected.unbind(), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+class FormulaGelu(nn.Module):
+    """GELU as GPT-2 writes it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * x * (1.0 + torch.tanh(0.7978845608028654 * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+class SelfGated(nn.Module):
+    """act(x) * x."""
+
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(x) * x  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("model", [FormulaGelu(), SelfGated(FormulaGelu()), SelfGated(nn.SiLU())], ids=repr)
+def test_an_activation_that_autocast_widens(model: nn.Module) -> None:
+    """Under CUDA's autocast `torch.pow` returns fp32, and so does what is computed from it, patched or not."""
+    model = nn.Sequential(model)
+    patched = copy.deepcopy(model)
+    assert kf.patch(patched).replaced
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            x = torch.empty(4, 16, dtype=torch.float16, device="cuda")
+            found, expected = (one(x).dtype for one in (patched, model))
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    assert found == expected
 
 
 def test_a_norm_of_no_columns_is_left() -> None:

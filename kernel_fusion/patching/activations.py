@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernel_fusion.core.activations import ACTIVATIONS
 from kernel_fusion.functional import bias_act, softmax
-from kernel_fusion.patching.agree import FLOATING, disagreement, is_floating
+from kernel_fusion.patching.agree import FLOATING, disagreement, is_floating, widened
+from kernel_fusion.patching.norm_fit import CudaAutocast
 from kernel_fusion.patching.stand_in import StandIn, arguments, generator, has_still, plain_settings
 from kernel_fusion.patching.swap import Plan
 
@@ -29,6 +30,7 @@ class ActivationForm(Plan):
 
     name: str
     settings: tuple[tuple[str, Any], ...]  # examined ones
+    widens: bool  # under CUDA's autocast
 
     def __str__(self) -> str:
         return f"bias_act, activation={self.name!r}"
@@ -40,7 +42,7 @@ class ActivationForm(Plan):
             ours = not torch.compiler.is_compiling() and len(args) == 1 and not kwargs and is_floating(args[0])
             if not ours or not has_still(self_, self.settings):
                 return original.forward(self_, *args, **kwargs)
-            return bias_act(args[0], None, self.name)
+            return bias_act(widened(args[0]) if self.widens else args[0], None, self.name)
 
         return {"forward": forward}
 
@@ -107,6 +109,12 @@ def _agrees(function: Callable[[Tensor], Any], name: str) -> bool:
     return all(disagreement(ours, function, ACTIVATIONS[name], [x.to(dtype)]) is None for dtype in FLOATING)
 
 
+def widens(function: Callable[[Tensor], Any]) -> bool:
+    """Whether CUDA's autocast makes its result fp32."""
+    with torch.no_grad(), CudaAutocast():
+        return bool(function(torch.ones(4, dtype=torch.bfloat16)).dtype == torch.float32)
+
+
 def operations(function: Callable[[Tensor], Any]) -> int:
     """How many PyTorch operations a function of one tensor runs."""
     x = torch.ones(4, 4)
@@ -126,7 +134,7 @@ def fit_activation(module: nn.Module) -> ActivationForm | str | None:
         return None
     if operations(stand_in) == 1:
         return "PyTorch computes it in one kernel"
-    return ActivationForm(name, plain_settings(module))
+    return ActivationForm(name, plain_settings(module), widens(stand_in))
 
 
 def fit_softmax(module: nn.Module) -> SoftmaxForm | str:

@@ -104,7 +104,7 @@ def taken(found: Found, allowed: Set[Site]) -> set[Site]:
 def rewritten(found: Found, form: RewriteForm) -> Any:
     """The method with expressions replaced: those gated, normalised or turned by what the form names."""
     function = found.function
-    acts = {text: (known, name) for text, known, name in form.acts}
+    acts = {text: (known, name, wide) for text, known, name, wide in form.acts}
     tree = _parse(function)
     assert tree is not None
     Rewriter(*(members.__contains__ for members in (acts, form.sites, form.rotary))).body(tree)
@@ -222,19 +222,19 @@ def _mangles(tree: ast.AST) -> bool:
 class RewriteForm(Plan):
     """A class's expressions to replace: activations with identity and name, sites of norms, and functions of angles."""
 
-    acts: tuple[tuple[str, Any, str], ...]
+    acts: tuple[tuple[str, Any, str, bool], ...]
     sites: frozenset[Site]
     rotary: frozenset[tuple[str, int]]
 
     def __str__(self) -> str:
-        gates = [f"gated_act, activation={name!r}" for name in sorted({name for _, _, name in self.acts})]
+        gates = [f"gated_act, activation={name!r}" for name in sorted({name for _, _, name, _ in self.acts})]
         within = {site._replace(adds=False) for site in self.sites if site.adds and site.modulated}
         around = sorted(str(site) for site in self.sites - within)
         return "; ".join([*gates, *around, *(f"rope for {name}" for name, _ in sorted(self.rotary))])
 
     def methods(self, original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
         """The rewritten methods."""
-        acts = {text for text, _, _ in self.acts}
+        acts = {text for text, *_ in self.acts}
         return {
             name: rewritten(found, self)
             for name, found in search(original_class(original)).items()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kernel_fusion.functional import bound, gated_act
-from kernel_fusion.patching.agree import has_shape, is_floating
+from kernel_fusion.patching.agree import has_shape, is_floating, widened
 from kernel_fusion.patching.stand_in import settings
 from kernel_fusion.patching.swap import is_bare, original_class
 
@@ -20,12 +20,12 @@ def identity(act: Any) -> Any:
     return (original_class(type(act)), settings(act)) if isinstance(act, nn.Module) else act
 
 
-def gated_by(acts: dict[str, tuple[Any, str]]) -> Callable[[str, Any, Any, Any], Any]:
+def gated_by(acts: dict[str, tuple[Any, str, bool]]) -> Callable[[str, Any, Any, Any], Any]:
     """Make a function for `act(gate) * value`, in one pass for the examined activations."""
-    in_one_pass = {text: (known, bound.gated_act(gated_act, name)) for text, (known, name) in acts.items()}
+    in_one_pass = {text: (known, bound.gated_act(gated_act, name), wide) for text, (known, name, wide) in acts.items()}
 
     def gated(text: str, act: Any, gate: Any, value: Any) -> Any:
-        known, gate_by = in_one_pass[text]
+        known, gate_by, wide = in_one_pass[text]
         if (
             not torch.compiler.is_compiling()  # the compiler fuses this itself
             and identity(act) == known
@@ -34,7 +34,7 @@ def gated_by(acts: dict[str, tuple[Any, str]]) -> Callable[[str, Any, Any, Any],
             and is_floating(value)
             and gate.shape == value.shape
         ):
-            return gate_by(gate, value)
+            return gate_by(widened(gate) if wide else gate, value)
         return act(gate) * value
 
     return gated
