@@ -114,6 +114,14 @@ def test_modules_are_traced(name: str) -> None:
     assert all(map(torch.equal, results(traced(*inputs)), results(root(*inputs))))
 
 
+@pytest.mark.parametrize("name", MODULES)
+def test_graphs_of_modules_are_saved(name: str) -> None:
+    """A graph of the module alone pickles: the annotations of its forward are types, no text."""
+    module, _ = made(name, CPU)
+    traced = fx.symbolic_trace(module)
+    assert pickle.loads(pickle.dumps(traced)).code == traced.code
+
+
 class _Block(nn.Module):
     """A pre-norm feed-forward block that hands a stream on."""
 

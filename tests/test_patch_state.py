@@ -4,13 +4,19 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import inspect
 import pickle
+import sys
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import kernel_fusion as kf
@@ -130,6 +136,56 @@ class CountingNorm(nn.LayerNorm):
         return super().forward(input)
 
 
+class LoggingNorm(nn.LayerNorm):
+    """LayerNorm that notes its calls in what it holds."""
+
+    def __init__(self, log: Any) -> None:
+        super().__init__(16)
+        self.log = log
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.log.append(1) if isinstance(self.log, list) else self.log.add_(1)
+        return super().forward(input)
+
+
+class MendingNorm(nn.LayerNorm):
+    """LayerNorm of what is a number."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.nan_to_num())
+
+
+class SwitchedNorm(nn.LayerNorm):
+    """LayerNorm, if it is on."""
+
+    on = True
+
+    def __init__(self) -> None:
+        super().__init__(16)
+        self.on = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) if self.on else input
+
+
+class Swish(nn.Module):
+    """x * sigmoid(beta x)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.beta * x)
+
+
+class DroppingSoftmax(nn.Softmax):
+    """Softmax, with dropout in training."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.dropout(super().forward(input), 0.5, self.training)
+
+
 class Gated(nn.Module):
     """act(a(x)) * b(x)."""
 
@@ -200,7 +256,11 @@ def test_modules_of_a_class_that_compute_otherwise(model: nn.Module) -> None:
     assert_same(model, size=10.0)
 
 
-@pytest.mark.parametrize("model", [nn.Sequential(DroppingNorm(16)), Gated(DroppingSilu())], ids=["norm", "gate"])
+@pytest.mark.parametrize(
+    "model",
+    [nn.Sequential(DroppingNorm(16)), Gated(DroppingSilu()), nn.Sequential(DroppingSoftmax(-1))],
+    ids=["norm", "gate", "softmax"],
+)
 def test_a_model_in_evaluation_may_be_trained_later(model: nn.Module) -> None:
     """Code that runs in training only is seen though the model is patched in evaluation."""
     assert_same(model.eval(), nn.Module.train)
@@ -209,6 +269,22 @@ def test_a_model_in_evaluation_may_be_trained_later(model: nn.Module) -> None:
 def test_a_buffer_may_change_later() -> None:
     """A checkpoint may be loaded after the patch."""
     assert_same(nn.Sequential(BufferNorm(0.0)), lambda model: model[0].bias.fill_(3.0))
+
+
+@pytest.mark.parametrize(
+    ("module", "change"),
+    [
+        (SwitchedNorm(), lambda module: setattr(module, "on", False)),
+        (Summed(SwitchedNorm()), lambda module: setattr(module.norm, "on", False)),
+        (Swish(), lambda module: setattr(module, "beta", 1.702)),
+        (nn.RMSNorm(16), lambda module: setattr(module, "eps", 1.0)),
+        (nn.LayerNorm(16, bias=False), lambda module: setattr(module, "bias", nn.Parameter(torch.ones(16)))),
+    ],
+    ids=["norm", "sum", "activation", "eps", "bias"],
+)
+def test_settings_may_change_later(module: nn.Module, change: Any) -> None:
+    """A patched norm or activation whose attributes are set anew computes by them."""
+    assert_same(nn.Sequential(module), lambda model: change(model[0]))
 
 
 @pytest.mark.parametrize(
@@ -249,6 +325,22 @@ def test_what_a_norm_keeps_of_its_calls_is_kept() -> None:
     kf.patch(model)
     model(torch.ones(2, 16))
     assert model[0].calls == 1
+
+
+@pytest.mark.parametrize("log", [[], torch.zeros(())], ids=["list", "tensor"])
+def test_what_a_norm_holds_is_not_written_to(log: Any) -> None:
+    """Its own calls are noted, those of an examination are not."""
+    model = nn.Sequential(LoggingNorm(log))
+    kf.patch(model)
+    model(torch.ones(2, 16))
+    assert sum(log) == 1 if isinstance(log, list) else log == 1
+
+
+def test_a_norm_that_mends_nan_is_left() -> None:
+    """Our norms return NaN for NaN."""
+    model = nn.Sequential(MendingNorm(16))
+    kf.patch(model)
+    assert model(torch.full((2, 16), torch.nan)).isfinite().all()
 
 
 def turned(t: Tensor) -> Tensor:
@@ -325,3 +417,217 @@ def test_a_gate_by_a_builtin_function_pickles() -> None:
     assert kf.patch(model).replaced
     x = torch.randn(4, 16)
     assert torch.equal(pickle.loads(pickle.dumps(model))(x), model(x))
+
+
+class Entered:
+    """A class that enters its subclasses in a table."""
+
+    table: ClassVar[dict[str, type]] = {}
+
+    def __init_subclass__(cls, *, under: str) -> None:
+        cls.table[under] = cls
+
+
+class EnteredNorm(nn.LayerNorm, Entered, under="norm"):
+    """LayerNorm in a table."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse, after the constructor."""
+        assert "bias" not in vars(self).get("_parameters", {})
+        super().__setattr__(name, value)
+
+
+class Final(type):
+    """Refuses subclasses."""
+
+    def __new__(cls, name: str, bases: tuple[type, ...], members: dict[str, Any]) -> Any:
+        """A class, unless it has a base beside `nn.LayerNorm`."""
+        if bases != (nn.LayerNorm,):
+            raise TypeError("it is final")
+        return super().__new__(cls, name, bases, members)
+
+
+class FinalNorm(nn.LayerNorm, metaclass=Final):
+    """LayerNorm without subclasses."""
+
+
+def test_a_class_may_have_rules_for_subclasses_and_attributes() -> None:
+    """A patch does not enter a class in the user's table, and needs neither its keywords nor its `__setattr__`."""
+    model = nn.Sequential(EnteredNorm(16))
+    assert len(kf.patch(model).replaced) == 1
+    assert Entered.table == {"norm": EnteredNorm}
+    assert isinstance(model[0], EnteredNorm)
+    kf.unpatch(model)
+    assert type(model[0]) is EnteredNorm
+
+
+def test_a_class_without_subclasses_is_left() -> None:
+    """The report says what its metaclass says, and the rest is patched."""
+    report = kf.patch(nn.Sequential(FinalNorm(16), nn.LayerNorm(16)))
+    assert [line.text for line in report.left] == ["its class allows no subclass: it is final"]
+    assert len(report.replaced) == 1
+
+
+def test_a_class_made_of_a_patched_one_copies_as_itself() -> None:
+    """FSDP2 and parametrisations extend the class of a module, and say themselves what a copy or a pickle is."""
+    model = nn.LayerNorm(16)
+    kf.patch(model)
+    model.__class__ = type("FSDPLayerNorm", (type(model),), {})
+    assert type(copy.copy(model)) is type(model)
+    nn.utils.parametrize.register_parametrization(model, "weight", nn.Softplus())
+    with pytest.raises(RuntimeError, match="only supported through state_dict"):
+        pickle.dumps(model)
+
+
+def test_the_signature_of_a_forward_stays() -> None:
+    """Libraries read it, such as `kernels` and FX."""
+    model = nn.Sequential(nn.LayerNorm(16), nn.Softmax(-1), Swish())
+    before = [inspect.signature(module.forward) for module in model]
+    assert len(kf.patch(model).replaced) == 3
+    assert [inspect.signature(module.forward) for module in model] == before
+    x = torch.randn(2, 16)
+    torch.testing.assert_close(torch.fx.symbolic_trace(model[0])(x), model[0](x))
+
+
+def test_an_export_has_the_operations_of_the_unpatched_model() -> None:
+    """An exported program opens where kernel_fusion is not installed, and goes to ONNX."""
+    model, x = nn.Sequential(Summed(nn.LayerNorm(16)), nn.RMSNorm(16)), torch.randn(2, 16)
+    kf.patch(model)
+    assert "kernel_fusion" not in str(torch.export.export(model, (x,)).graph)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("model", [nn.LayerNorm(16), Call(F.silu), Summed(nn.LayerNorm(16)), Gated(nn.SiLU())], ids=str)
+def test_nested_tensors_without_a_shape(model: nn.Module) -> None:
+    """Strided nested tensors, which `nn.TransformerEncoder` makes, run the module's own code."""
+    x = torch.nested.nested_tensor([torch.randn(2, 16), torch.randn(3, 16)])
+    expected = model(x)
+    kf.patch(nn.Sequential(model))
+    for ours, theirs in zip(model(x).unbind(), expected.unbind(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+class FormulaGelu(nn.Module):
+    """GELU as GPT-2 writes it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * x * (1.0 + torch.tanh(0.7978845608028654 * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+class SelfGated(nn.Module):
+    """act(x) * x."""
+
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(x) * x  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("model", [FormulaGelu(), SelfGated(FormulaGelu()), SelfGated(nn.SiLU())], ids=repr)
+def test_an_activation_that_autocast_widens(model: nn.Module) -> None:
+    """Under CUDA's autocast `torch.pow` returns fp32, and so does what is computed from it, patched or not."""
+    model = nn.Sequential(model)
+    patched = copy.deepcopy(model)
+    assert kf.patch(patched).replaced
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            x = torch.empty(4, 16, dtype=torch.float16, device="cuda")
+            found, expected = (one(x).dtype for one in (patched, model))
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    assert found == expected
+
+
+def test_a_norm_of_no_columns_is_left() -> None:
+    """FSDP's shard of a small weight may be empty, and a patch must not fail for that."""
+    assert "row" in kf.patch(nn.Sequential(nn.LayerNorm(0))).left[0].text
+
+
+def test_weights_of_inference_mode() -> None:
+    """A model made in inference mode is patched, too."""
+    with torch.inference_mode():
+        model = nn.Sequential(nn.LayerNorm(16))
+        assert len(kf.patch(model).replaced) == 1
+
+
+_FILE = """
+from torch import nn
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.act = nn.SiLU()
+
+    def forward(self, x):
+        return self.act(x) * x + 1.0
+"""
+
+
+def test_a_file_that_has_changed_since_is_not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method is rewritten from its source only where that is what runs."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    file = tmp_path / "edited_later.py"
+    file.write_text(_FILE)
+    model = importlib.import_module("edited_later").Gated()
+    file.write_text(_FILE.replace("+ 1.0", "- 1000.0"))
+    x = torch.randn(2, 16)
+    expected = model(x)
+    kf.patch(model)
+    assert torch.equal(model(x), expected)
+
+
+_METHOD = """
+from torch import nn
+
+class Written(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.act, self.norm, self.bare = nn.SiLU(), nn.LayerNorm(16), nn.LayerNorm(16, elementwise_affine=False)
+
+    def forward(self, a, b):
+        {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("other_sum", ["h = a + b", "return sum(self.norm(h) for h in (a, b)) + h"]),
+        ("other_gate", ["g = self.act(a)", "return sum([g * v for g, v in ((a, b), (b, a))])"]),
+        ("one_line", ["y = self.bare(a); z = y * (1 + b) + a; return y + z"]),
+        ("gate_written", ["g = a * 1", "return self.act(g) * g.mul_(2)"]),
+        ("input_written", ["h = a * 1", "y = self.bare(h)", "return y * (1 + h.mul_(2)) + b"]),
+    ],
+)
+def test_names_and_writes_that_decide_a_value(
+    name: str, lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name bound in a comprehension, one read again on its line, and a tensor that is written to, are not moved."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / f"written_{name}.py").write_text(_METHOD.format("\n        ".join(lines)))
+    model = importlib.import_module(f"written_{name}").Written()
+    a, b = torch.randn(4, 16), torch.randn(4, 16)
+    with torch.no_grad():
+        expected = model(a, b)
+        kf.patch(model)
+        torch.testing.assert_close(model(a, b), expected)
+
+
+def test_a_subclass_made_elsewhere_is_rewritten() -> None:
+    """FSDP2 makes a class of a layer's in its own file; the layer's methods are found."""
+    model = Summed(nn.LayerNorm(16))
+    model.__class__ = type("FSDPSummed", (Summed,), {"__module__": "elsewhere"})
+    assert [line.kind for line in kf.patch(model).replaced] == ["LayerNorm", "FSDPSummed"]
+
+
+def test_two_threads_may_patch() -> None:
+    """Each has the process's number of threads back afterwards, and so do later ones."""
+    threads = torch.get_num_threads()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: kf.patch(nn.Sequential(ConfigNorm(1e-6))), range(8)))
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(torch.get_num_threads).result() == threads == torch.get_num_threads()

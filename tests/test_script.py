@@ -74,6 +74,16 @@ def test_norms_of_sums_compile(kind: Any, extras: Any, begins: bool) -> None:
         assert torch.equal(ours.residual, theirs.residual)
 
 
+@pytest.mark.parametrize("kind", [*_PLAIN, *_ADDING])
+def test_a_norm_of_pytorch_compiles_after_it_became_ours(kind: Any) -> None:
+    """It has the extras of the class alone, which a script sees too."""
+    module = nn.RMSNorm(8) if issubclass(kind, nn.RMSNorm) else nn.LayerNorm(8)
+    module.__class__ = kind
+    x = torch.randn(3, 8)
+    for ours, theirs in zip(torch.jit.script(module)(x), module(x), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_dropout_of_a_script_follows_the_mode_and_the_seed() -> None:
     """In training a script drops what the module drops with the same seed; in evaluation nothing."""
     module = kf.FusedAddLayerNorm(64, dropout=0.5)

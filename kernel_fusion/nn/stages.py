@@ -55,6 +55,9 @@ class Stages(nn.Module):
     activation: str | None = None
     out_dtype: torch.dtype | None = None
     rounding: str = "once"
+    __constants__ = nn.LayerNorm.__constants__ + [  # noqa: RUF005  # whose type mypy reads
+        *("weight_offset", "pre_activation", "activation", "out_dtype", "rounding")
+    ]
 
     def _set_stages(
         self,
@@ -115,6 +118,7 @@ class AddStages(Stages):
     """The same of the norms that add to a residual, which have dropout too."""
 
     dropout: float = 0.0
+    __constants__ = [*Stages.__constants__, "dropout"]  # noqa: RUF012  # as PyTorch's classes have it
 
     def _set_dropout(self, dropout: float) -> None:
         checks.dropout_p(type(self).__name__, "dropout", dropout)

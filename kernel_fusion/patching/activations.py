@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernel_fusion.core.activations import ACTIVATIONS
 from kernel_fusion.functional import bias_act, softmax
-from kernel_fusion.patching.agree import FLOATING, disagreement, is_floating
-from kernel_fusion.patching.stand_in import StandIn, arguments, generator
+from kernel_fusion.patching.agree import FLOATING, disagreement, is_floating, widened
+from kernel_fusion.patching.norm_fit import CudaAutocast
+from kernel_fusion.patching.stand_in import StandIn, arguments, generator, has_still, plain_settings
 from kernel_fusion.patching.swap import Plan
 
 # Any two of our activations differ somewhere by 3e-4; two fp32 spellings of one differ by less than this.
@@ -28,6 +29,8 @@ class ActivationForm(Plan):
     """An activation, by name."""
 
     name: str
+    settings: tuple[tuple[str, Any], ...]  # examined ones
+    widens: bool  # under CUDA's autocast
 
     def __str__(self) -> str:
         return f"bias_act, activation={self.name!r}"
@@ -36,9 +39,10 @@ class ActivationForm(Plan):
         """The methods of a patched activation."""
 
         def forward(self_: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or len(args) != 1 or kwargs or not is_floating(args[0]):
+            ours = not torch.compiler.is_compiling() and len(args) == 1 and not kwargs and is_floating(args[0])
+            if not ours or not has_still(self_, self.settings):
                 return original.forward(self_, *args, **kwargs)
-            return bias_act(args[0], None, self.name)
+            return bias_act(widened(args[0]) if self.widens else args[0], None, self.name)
 
         return {"forward": forward}
 
@@ -105,6 +109,12 @@ def _agrees(function: Callable[[Tensor], Any], name: str) -> bool:
     return all(disagreement(ours, function, ACTIVATIONS[name], [x.to(dtype)]) is None for dtype in FLOATING)
 
 
+def widens(function: Callable[[Tensor], Any]) -> bool:
+    """Whether CUDA's autocast makes its result fp32."""
+    with torch.no_grad(), CudaAutocast():
+        return bool(function(torch.ones(4, dtype=torch.bfloat16)).dtype == torch.float32)
+
+
 def operations(function: Callable[[Tensor], Any]) -> int:
     """How many PyTorch operations a function of one tensor runs."""
     x = torch.ones(4, 4)
@@ -122,11 +132,15 @@ def fit_activation(module: nn.Module) -> ActivationForm | str | None:
     name = name_of(stand_in)
     if name is None:
         return None
-    return ActivationForm(name) if operations(stand_in) > 1 else "PyTorch computes it in one kernel"
+    if operations(stand_in) == 1:
+        return "PyTorch computes it in one kernel"
+    return ActivationForm(name, plain_settings(module), widens(stand_in))
 
 
 def fit_softmax(module: nn.Module) -> SoftmaxForm | str:
     """The form of an `nn.Softmax`."""
+    if type(module).forward is not nn.Softmax.forward:
+        return "its forward is its own"
     if getattr(module, "dim", None) is None:
         return "it has no dimension"
     if module.dim != -1:

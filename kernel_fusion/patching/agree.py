@@ -20,9 +20,19 @@ FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 Function = Callable[..., Tensor]
 
 
+def has_shape(x: Any) -> bool:
+    """Whether it is a tensor, but no strided nested one."""
+    return isinstance(x, Tensor) and not (x.is_nested and x.layout is torch.strided)
+
+
 def is_floating(x: Any) -> bool:
-    """Whether it is such a tensor."""
-    return isinstance(x, Tensor) and x.dtype in FLOATING
+    """Whether it is one of these dtypes."""
+    return has_shape(x) and x.dtype in FLOATING
+
+
+def widened(x: Tensor) -> Tensor:
+    """The tensor in fp32 under CUDA's autocast."""
+    return x.float() if x.is_cuda and torch.is_autocast_enabled("cuda") else x
 
 
 def attempt(function: Callable[..., Any], *inputs: Tensor) -> Tensor | None:

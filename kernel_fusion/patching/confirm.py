@@ -33,7 +33,7 @@ def confirm(module: nn.Module, form: NormForm, after_sum: bool = False, modulate
     device = parameters[0].device if parameters else torch.device("cpu")
     examination = Examination(module, form.gate is not None)
     inputs = [x.to(device) for x in examination.rows(4, dtype)]
-    values = [p.detach() for p in parameters]
+    values = [p.detach().clone() for p in parameters]
     ours, theirs, exact = examination.ours(form, case, backend=None), examination.theirs, examination.exact(form)
     if modulated:
         ours = _in_one(form, case, examination.parts(form, [])["eps"], after_sum)

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from kernel_fusion.core.activations import ACTIVATIONS
 from kernel_fusion.patching.agree import FLOATING, SAME_ROUNDING, attempt, differing_bits, disagreement, same_function
 from kernel_fusion.patching.norms import Case, Gate, Key, NormForm
-from kernel_fusion.patching.stand_in import StandIn, arguments, generator
+from kernel_fusion.patching.stand_in import StandIn, arguments, generator, plain_settings
 
 _HALF = (torch.bfloat16, torch.float16)
 _EPS = (1e-5, 1e-6, 1e-8, 1e-12, torch.finfo(torch.float32).eps)
@@ -110,7 +110,7 @@ def fit(module: nn.Module, rounding: str) -> NormForm | str:
     if not positional or sum(p.default is p.empty for p in positional) > 2:
         return "its forward takes other arguments than a norm"
     shapes = {tuple(p.shape) for p in module._parameters.values() if p is not None}
-    if len(shapes) > 1 or any(not shape for shape in shapes):
+    if len(shapes) > 1 or any(not shape or 0 in shape for shape in shapes):
         return "its parameters are not one weight and one bias of a row"
     reason = "its forward takes other arguments than a norm"
     for gated in (True, False):
@@ -207,7 +207,8 @@ def _with_cases(examination: Examination, form: NormForm, rounding: str) -> Norm
                 cases[key] = case
     if Key(torch.float32, weights[0], False) not in cases:
         return "its results or gradients in fp32 differ from ours"
-    return replace(form, cases=tuple(cases.items()))
+    settings = plain_settings(examination.module, form.eps, *(["elementwise_affine"] if inherited else []))
+    return replace(form, cases=tuple(cases.items()), settings=settings)
 
 
 def _agreed(examination: Examination, form: NormForm, key: Key, rounding: str) -> Case | None:

@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_compiling
 
 from kernel_fusion.core.spec import rounding_for
 from kernel_fusion.functional import bound, gated_norm, modulated_norm, row_norm
+from kernel_fusion.patching.agree import has_shape
+from kernel_fusion.patching.stand_in import has_still
 from kernel_fusion.patching.swap import Plan
 
 
@@ -57,6 +59,7 @@ class NormForm(Plan):
     gate: Gate | None = None
     dims: tuple[int, ...] = ()  # allowed numbers of leading dimensions of x; empty: any
     cases: tuple[tuple[Key, Case], ...] = ()
+    settings: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
         rounding = "rounding='hf'" if any(case.rounding == "hf" for _, case in self.cases) else ""
@@ -113,7 +116,7 @@ class NormForm(Plan):
 
     def num_dims(self, x: Any) -> int:
         """How many dimensions to normalise, or 0 if x is no tensor such as the form was examined with."""
-        if not isinstance(x, Tensor) or not (dims := x.dim()):
+        if not has_shape(x) or not (dims := x.dim()):
             return 0
         shape = self.shape
         found = 1 if shape is None else len(shape)
@@ -137,13 +140,13 @@ def _of_call(verbs: Mapping[Any, Verb], x: Tensor, weight: Tensor | None) -> Ver
 
 
 def _forward(form: NormForm, original: type[nn.Module]) -> Callable[..., Any]:
-    norms = {key: form.bound(key, case) for key, case in form.cases}
+    norms, settings = {key: form.bound(key, case) for key, case in form.cases}, form.settings
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The norm."""
-        if not is_dynamo_compiling() and len(args) == 1 and not kwargs and (num_dims := form.num_dims(x := args[0])):
+        if not is_compiling() and len(args) == 1 and not kwargs and (num_dims := form.num_dims(x := args[0])):
             weight, bias, eps = form.parts(self)
-            if norm := _of_call(norms, x, weight):
+            if (norm := _of_call(norms, x, weight)) and (not settings or has_still(self, settings)):
                 return norm(x, num_dims, weight, bias, eps)
         return original.forward(self, *args, **kwargs)
 
@@ -159,7 +162,7 @@ def _add(form: NormForm) -> Callable[..., Any]:
         if not num_dims:
             return None
         weight, bias, eps = form.parts(self)
-        norm = _of_call(sums, residual, weight)
+        norm = _of_call(sums, residual, weight) if has_still(self, form.settings) else None
         return norm(x, residual, num_dims, weight, bias, eps, dropout_p) if norm else None
 
     return add
@@ -189,7 +192,7 @@ def _modulate(form: NormForm) -> Callable[..., Any]:
         for p in others:
             if p is not None and not (isinstance(p, Tensor) and (p.dtype is dtype or _wider(dtype, p.dtype))):
                 return None
-        norm = _of_call(norms, h, None)
+        norm = _of_call(norms, h, None) if has_still(self, form.settings) else None
         return norm(x, residual, gate, scale, shift, form.parts(self)[2]) if norm else None
 
     return modulate
@@ -201,12 +204,12 @@ def _gated_forward(form: NormForm, original: type[nn.Module]) -> Callable[..., A
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         gate = args[1] if len(args) == 2 else kwargs.get(gating.name)
-        ours = not is_dynamo_compiling() and args and len(args) + len(kwargs) == 2
+        ours = not is_compiling() and args and len(args) + len(kwargs) == 2
         num_dims = form.num_dims(args[0]) if ours else 0
         if num_dims and isinstance(gate, Tensor):
             (x, *_), (weight, bias, eps) = args, form.parts(self)
             norm = _of_call(norms, x, weight)
-            if norm and gate.shape == x.shape and gate.dtype == x.dtype:
+            if norm and gate.shape == x.shape and gate.dtype == x.dtype and has_still(self, form.settings):
                 return norm(x, gate, x.shape[-num_dims:], weight=weight, bias=bias, eps=eps)
         return original.forward(self, *args, **kwargs)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from kernel_fusion.core import checks
 from kernel_fusion.patching import norm_fit, rewrite
-from kernel_fusion.patching.activations import fit_activation, fit_softmax, name_of
+from kernel_fusion.patching.activations import fit_activation, fit_softmax, name_of, widens
 from kernel_fusion.patching.confirm import confirm
 from kernel_fusion.patching.norms import NormForm
 from kernel_fusion.patching.report import Line, Report
@@ -64,7 +64,8 @@ def patch(
             applies to all norms.
 
     Returns:
-        A :class:`Report` to print. A second call changes nothing. `torch.compile` sees the model as it was.
+        A :class:`Report` to print. A second call changes nothing. `torch.compile` and `torch.export`
+            see the model as it was.
 
     Raises:
         TypeError: `model` is no module.
@@ -165,11 +166,13 @@ class _Walk:
 
     def _settle(self, name: str, module: nn.Module, answer: Plan | str) -> None:
         kind = type(module).__name__
-        if isinstance(answer, str):
-            self.report.left.append(Line(kind, answer, name))
-        else:
-            change(module, answer)
-            self.report.replaced.append(Line(kind, str(answer), name))
+        if not isinstance(answer, str):
+            try:
+                change(module, answer)
+            except TypeError as error:
+                answer = f"its class allows no subclass: {error}"
+        lines = self.report.left if isinstance(answer, str) else self.report.replaced
+        lines.append(Line(kind, str(answer), name))
 
     def _form(self, module: nn.Module, norms: bool, activations: bool) -> Any:
         """The form of a module without submodules, the reason why it has none, or None if nobody would expect one."""
@@ -263,8 +266,8 @@ class _Walk:
         self.turned.add(form.layout)
         return True
 
-    def _act(self, module: nn.Module, found: rewrite.Found, text: str) -> tuple[str, Any, str] | None:
-        """The activation that a text in a method refers to: its identity and its name."""
+    def _act(self, module: nn.Module, found: rewrite.Found, text: str) -> tuple[str, Any, str, bool] | None:
+        """The activation that a text in a method refers to: identity, name, whether autocast widens it."""
         act = _value(module, found, text)
         if isinstance(act, nn.Module):
             if next(act.children(), None) is not None or act._parameters or act._buffers or not _only_forward(act):
@@ -274,7 +277,9 @@ class _Walk:
             name = self.once(("act", act), lambda: name_of(act))
         else:
             return None
-        return (text, identity(act), name) if name else None
+        if not name:
+            return None
+        return text, identity(act), name, widens(StandIn(act) if isinstance(act, nn.Module) else act)
 
 
 def _value(module: nn.Module, found: rewrite.Found, text: str) -> Any:

@@ -6,6 +6,7 @@ copied, is left.
 """
 
 from __future__ import annotations
+import __future__
 
 import ast
 import functools
@@ -13,7 +14,7 @@ import inspect
 import linecache
 import textwrap
 import types
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,10 +49,11 @@ class Found:
 
 
 def methods_of(kind: type[nn.Module]) -> dict[str, types.FunctionType]:
-    """The methods of a class, with inherited ones from its own file; libraries' base classes hold no layers."""
+    """The methods of a class from its file and from its forward's; libraries' base classes hold no layers."""
     found: dict[str, types.FunctionType] = {}
+    files = {kind.__module__, next(base for base in kind.__mro__ if "forward" in vars(base)).__module__}
     for base in reversed(kind.__mro__):
-        if base.__module__ == kind.__module__ and issubclass(base, nn.Module):
+        if base.__module__ in files and issubclass(base, nn.Module) and base is not nn.Module:
             found |= {name: f for name, f in vars(base).items() if isinstance(f, types.FunctionType)}
     return found
 
@@ -75,7 +77,7 @@ def search(kind: Any) -> dict[str, Found]:
                 return site.modulated and not site.adds
 
             Rewriter(_no, note, _no).body(tree)
-        if found.acts or found.sites or found.rotary:
+        if (found.acts or found.sites or found.rotary) and _is_current(function):
             result[name] = found
     return result
 
@@ -102,7 +104,7 @@ def taken(found: Found, allowed: Set[Site]) -> set[Site]:
 def rewritten(found: Found, form: RewriteForm) -> Any:
     """The method with expressions replaced: those gated, normalised or turned by what the form names."""
     function = found.function
-    acts = {text: (known, name) for text, known, name in form.acts}
+    acts = {text: (known, name, wide) for text, known, name, wide in form.acts}
     tree = _parse(function)
     assert tree is not None
     Rewriter(*(members.__contains__ for members in (acts, form.sites, form.rotary))).body(tree)
@@ -165,7 +167,7 @@ def _closure(method: types.FunctionType) -> list[Any]:
 
 
 def _parse(function: types.FunctionType) -> ast.FunctionDef | None:
-    """The syntax tree of a method, if its source is there and runs."""
+    """The syntax tree of a method, if its source is there."""
     if hasattr(function, "__wrapped__") or set(function.__code__.co_freevars) - {"__class__"}:
         return None
     try:
@@ -174,13 +176,30 @@ def _parse(function: types.FunctionType) -> ast.FunctionDef | None:
         return None
     if not isinstance(tree, ast.FunctionDef) or _mangles(tree):
         return None
-    same = tree.name == function.__code__.co_name and tuple(_names(tree)) == _arguments(function)
-    return tree if same else None
+    return tree
 
 
 @functools.cache
 def _source(function: types.FunctionType) -> str:
     return textwrap.dedent(inspect.getsource(function))
+
+
+def _is_current(function: types.FunctionType) -> bool:
+    """Whether the source is what was loaded; notebooks compile a cell's statements one by one."""
+    text, code = "".join(inspect.findsource(function)[0]), function.__code__
+    flags = code.co_flags & __future__.annotations.compiler_flag
+    if code in _codes(compile(text, "", "exec", flags, dont_inherit=True)):
+        return True
+    parts = [ast.Module([node], []) for node in ast.parse(text).body]
+    return any(code in _codes(compile(part, "", "exec", flags, dont_inherit=True)) for part in parts)
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """The code within code."""
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            yield each
+            yield from _codes(each)
 
 
 def _strip(tree: ast.FunctionDef) -> None:
@@ -199,33 +218,23 @@ def _mangles(tree: ast.AST) -> bool:
     return any(name.startswith("__") and not name.endswith("__") for name in names)
 
 
-def _names(tree: ast.FunctionDef) -> list[str]:
-    arguments = tree.args
-    return [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
-
-
-def _arguments(function: types.FunctionType) -> tuple[str, ...]:
-    code = function.__code__
-    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-
-
 @dataclass(frozen=True)
 class RewriteForm(Plan):
     """A class's expressions to replace: activations with identity and name, sites of norms, and functions of angles."""
 
-    acts: tuple[tuple[str, Any, str], ...]
+    acts: tuple[tuple[str, Any, str, bool], ...]
     sites: frozenset[Site]
     rotary: frozenset[tuple[str, int]]
 
     def __str__(self) -> str:
-        gates = [f"gated_act, activation={name!r}" for name in sorted({name for _, _, name in self.acts})]
+        gates = [f"gated_act, activation={name!r}" for name in sorted({name for _, _, name, _ in self.acts})]
         within = {site._replace(adds=False) for site in self.sites if site.adds and site.modulated}
         around = sorted(str(site) for site in self.sites - within)
         return "; ".join([*gates, *around, *(f"rope for {name}" for name, _ in sorted(self.rotary))])
 
     def methods(self, original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
         """The rewritten methods."""
-        acts = {text for text, _, _ in self.acts}
+        acts = {text for text, *_ in self.acts}
         return {
             name: rewritten(found, self)
             for name, found in search(original_class(original)).items()

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 GATED, ADD_NORM, DROP_ADD_NORM, TURNED = "_kf_gated", "_kf_add_norm", "_kf_drop_add_norm", "_kf_turned"
 MODULATED, ADD_MODULATED = "_kf_modulated", "_kf_add_modulated"
 _SUM = "_kf_normed"
-# Statements that evaluate an expression once and hold no others.
+# Parts not evaluated with their statement, and statements without others in them.
+_LATER = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.stmt)
 _SIMPLE = (ast.Assign, ast.AnnAssign, ast.Return, ast.Expr)
 
 
@@ -45,7 +46,7 @@ class Rewriter:
         """Rewrite a function in place."""
         inner = [node for node in ast.walk(function) if isinstance(node, ast.FunctionDef | ast.Lambda)]
         hidden = {id(n) for node in inner if node is not function for n in ast.walk(node)}
-        self.loads = [(n.id, n.lineno) for n in ast.walk(function) if _is_load(n)]  # type: ignore[attr-defined]
+        self.loads = [(n.id, (n.lineno, n.col_offset)) for n in ast.walk(function) if _is_load(n)]  # type: ignore[attr-defined]
         self.captured = {n.id for n in ast.walk(function) if _is_load(n) and id(n) in hidden}  # type: ignore[attr-defined]
         self._block(function.body, in_loop=False)
 
@@ -85,8 +86,7 @@ class Rewriter:
             if _stores(earlier, operand.id):
                 if not isinstance(earlier, ast.Assign) or not isinstance(earlier.targets[0], ast.Name):
                     return None
-                last = earlier.end_lineno or 0
-                if sum(name == operand.id and line > last for name, line in self.loads) != 1:
+                if sum(name == operand.id and place > _end(earlier) for name, place in self.loads) != 1:
                     return None
                 call = _call(earlier.value)
                 # Statements between may write into a named tensor, not into the result of a call.
@@ -179,15 +179,12 @@ class Rewriter:
 
     def _reads_last(self, statement: ast.stmt, name: str, in_loop: bool) -> bool:
         """Whether a statement reads a name once, and nothing reads that value after it."""
-        inside = list(ast.walk(statement))
-        often = any(isinstance(n, ast.comprehension) for n in inside) or name in self.captured
-        once = sum(_is_load(n) and n.id == name for n in inside) == 1  # type: ignore[attr-defined]
-        if often or not once or not isinstance(statement, _SIMPLE):
+        once = sum(_is_load(n) and n.id == name for n in ast.walk(statement)) == 1  # type: ignore[attr-defined]
+        if name in self.captured or not once or not isinstance(statement, _SIMPLE):
             return False
         if isinstance(statement, ast.Assign) and any(_names_it(target, name) for target in statement.targets):
             return True
-        last = statement.end_lineno or 0
-        return not in_loop and all(other != name or line <= last for other, line in self.loads)
+        return not in_loop and all(other != name or place <= _end(statement) for other, place in self.loads)
 
     def _split(
         self, block: list[ast.stmt], addition: ast.Assign, made: ast.Call, statement: ast.stmt, place: tuple[Any, Any]
@@ -216,6 +213,10 @@ class Rewriter:
             setattr(parent, name, new)
         else:
             getattr(parent, name)[index] = new
+
+
+def _end(statement: ast.stmt) -> tuple[int, int]:
+    return statement.end_lineno or 0, statement.end_col_offset or 0
 
 
 def _is_load(node: ast.AST) -> bool:
@@ -263,15 +264,22 @@ def _has_angles(call: ast.Call) -> bool:
 
 
 def _children(node: ast.AST, kind: type[Any]) -> Iterator[tuple[tuple[ast.AST, str, int | None], Any]]:
-    """The expressions of a kind that a statement evaluates once, innermost first, with places."""
+    """The expressions of a kind that a statement evaluates once, innermost first, with places; none if it writes."""
+    if isinstance(node, ast.stmt) and any(isinstance(n, ast.Call) and _writes(n.func) for n in ast.walk(node)):
+        return
     for name, value in ast.iter_fields(node):
         if isinstance(node, ast.stmt) and name in ("body", "orelse", "finalbody", "handlers", "cases"):
             continue
         for index, child in enumerate(value if isinstance(value, list) else [value]):
-            if isinstance(child, ast.AST) and not isinstance(child, ast.Lambda | ast.comprehension | ast.stmt):
+            if isinstance(child, ast.AST) and not isinstance(child, _LATER):
                 yield from _children(child, kind)
                 if isinstance(child, kind):
                     yield (node, name, index if isinstance(value, list) else None), child
+
+
+def _writes(callee: ast.expr) -> bool:
+    """Whether it is a method that writes in place, by its name."""
+    return isinstance(callee, ast.Attribute) and callee.attr.endswith("_")
 
 
 def _stores(statement: ast.stmt, name: str) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kernel_fusion.functional import bound, gated_act
-from kernel_fusion.patching.agree import is_floating
+from kernel_fusion.patching.agree import has_shape, is_floating, widened
 from kernel_fusion.patching.stand_in import settings
 from kernel_fusion.patching.swap import is_bare, original_class
 
@@ -20,12 +20,12 @@ def identity(act: Any) -> Any:
     return (original_class(type(act)), settings(act)) if isinstance(act, nn.Module) else act
 
 
-def gated_by(acts: dict[str, tuple[Any, str]]) -> Callable[[str, Any, Any, Any], Any]:
+def gated_by(acts: dict[str, tuple[Any, str, bool]]) -> Callable[[str, Any, Any, Any], Any]:
     """Make a function for `act(gate) * value`, in one pass for the examined activations."""
-    in_one_pass = {text: (known, bound.gated_act(gated_act, name)) for text, (known, name) in acts.items()}
+    in_one_pass = {text: (known, bound.gated_act(gated_act, name), wide) for text, (known, name, wide) in acts.items()}
 
     def gated(text: str, act: Any, gate: Any, value: Any) -> Any:
-        known, gate_by = in_one_pass[text]
+        known, gate_by, wide = in_one_pass[text]
         if (
             not torch.compiler.is_compiling()  # the compiler fuses this itself
             and identity(act) == known
@@ -34,7 +34,7 @@ def gated_by(acts: dict[str, tuple[Any, str]]) -> Callable[[str, Any, Any, Any],
             and is_floating(value)
             and gate.shape == value.shape
         ):
-            return gate_by(gate, value)
+            return gate_by(widened(gate) if wide else gate, value)
         return act(gate) * value
 
     return gated
@@ -43,7 +43,7 @@ def gated_by(acts: dict[str, tuple[Any, str]]) -> Callable[[str, Any, Any, Any],
 def add_norm(norm: Any, a: Any, b: Any) -> tuple[Any, Any]:
     """`norm(a + b)` and `a + b`, in one pass if the norm is patched and has no hooks."""
     add = _method(norm, "_kf_add")
-    if add is not None and isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape:
+    if add is not None and has_shape(a) and has_shape(b) and a.shape == b.shape:
         pair = _in_order(a, b)
         if pair is not None and (found := add(norm, *pair)) is not None:
             return found  # type: ignore[no-any-return]
@@ -56,8 +56,8 @@ def drop_add_norm(norm: Any, residual: Any, x: Any, dropout: Any, *args: Any, **
     add = _method(norm, "_kf_add")
     if (
         add is not None
-        and isinstance(x, Tensor)
-        and isinstance(residual, Tensor)
+        and has_shape(x)
+        and has_shape(residual)
         and x.shape == residual.shape
         and (pair := _in_order(residual, x)) is not None
         and pair[1] is residual
@@ -79,7 +79,7 @@ def modulated(norm: Any, x: Any, scale: Any, shift: Any = None) -> Any:
 def add_modulated(norm: Any, residual: Any, x: Any, gate: Any, scale: Any, shift: Any = None) -> tuple[Any, Any]:
     """`norm(h) * (1 + scale) + shift` and `h = residual + x * gate`, likewise; x and gate may change places."""
     modulate = _method(norm, "_kf_modulate")
-    if modulate is not None and isinstance(residual, Tensor) and isinstance(x, Tensor):
+    if modulate is not None and has_shape(residual) and has_shape(x):
         one, stream, factor = x, residual, gate
         if gate is None:
             one, stream = _in_order(residual, x) or (x, residual)
@@ -98,7 +98,7 @@ def _modulated(y: Any, scale: Any, shift: Any) -> Any:
 
 def _method(norm: Any, name: str) -> Any:
     """The method for a site of a norm that is patched and has no hooks, outside the compiler."""
-    if torch.compiler.is_dynamo_compiling():  # which fuses this itself
+    if torch.compiler.is_compiling():  # which fuses this itself
         return None
     method = type(norm).__dict__.get(name)  # not of a class that somebody made of a changed one
     return method if method is not None and is_bare(norm) else None

@@ -7,11 +7,13 @@ sets on itself.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
+import threading
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from kernel_fusion.patching.swap import original_class
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype})
 _SMALL = 4096  # elements of a buffer whose values are compared
+_one_at_a_time = threading.RLock()  # threads and warnings are the process's
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -42,7 +45,8 @@ class StandIn:
             if p is not None
         }
         buffers = {name: None if b is None else _on_cpu(b) for name, b in module._buffers.items()}
-        vars(self.module).update(vars(module), _parameters=dict(module._parameters), _buffers=buffers)
+        own = {name: value if name in _OF_EVERY_MODULE else _apart(value) for name, value in vars(module).items()}
+        vars(self.module).update(own, _parameters=dict(module._parameters), _buffers=buffers)
         self.set(self.parameters)
 
     def set(self, parameters: dict[str, Tensor]) -> None:
@@ -55,16 +59,19 @@ class StandIn:
         return self.kind.forward(self.module, *inputs)
 
     def is_steady(self, *inputs: Tensor) -> bool:
-        """Whether nothing is kept, and the result stays in the other mode, of training, and with other buffers."""
+        """Whether nothing is kept, the result stays in the other mode and with other buffers, and NaN stays NaN."""
         own = vars(self.module)
         kept = dict(own)
+        held = {name: _apart(value) for name, value in _held(self.module).items()}
         try:
             with torch.no_grad():
                 y = self(*inputs)
                 keeps = own.keys() != kept.keys() or any(own[name] is not value for name, value in kept.items())
+                keeps |= not all(_alike(value, held[name]) for name, value in _held(self.module).items())
                 own["training"] = not own["training"]
                 own["_buffers"] = {name: _other(b) for name, b in self.module._buffers.items()}
-                return not keeps and torch.equal(self(*inputs), y)
+                same = not keeps and torch.equal(self(*inputs), y)
+                return same and bool(self(*(torch.full_like(x, torch.nan) for x in inputs)).isnan().all())
         except Exception:
             return False
         finally:
@@ -73,6 +80,29 @@ class StandIn:
 
 def _on_cpu(buffer: Tensor) -> Tensor:
     return torch.ones(buffer.shape, dtype=buffer.dtype) if buffer.is_meta else buffer.detach().cpu().clone()
+
+
+def _held(module: nn.Module) -> dict[str, Any]:
+    """Attributes and buffers."""
+    own = vars(module)
+    return {name: own[name] for name in own.keys() - _OF_EVERY_MODULE} | module._buffers
+
+
+def _apart(value: Any) -> Any:
+    """A copy of what a module holds, for code that may write into it."""
+    if isinstance(value, Tensor):
+        return _on_cpu(value)
+    try:
+        return copy.copy(value) if isinstance(value, Collection) or hasattr(value, "__dict__") else value
+    except Exception:  # unknown code may raise anything
+        return value
+
+
+def _alike(value: Any, other: Any) -> bool:
+    """Whether a value is as its copy."""
+    if isinstance(value, Tensor):
+        return torch.equal(value, other)
+    return value is other or bool(value == other if isinstance(value, Collection) else vars(value) == vars(other))
 
 
 def _other(buffer: Tensor | None) -> Tensor | None:
@@ -97,6 +127,23 @@ def _value(module: nn.Module, value: Any) -> Any:
     return (kind, value) if plain else repr(value)
 
 
+def plain_settings(module: nn.Module, *without: Any) -> tuple[tuple[str, Any], ...]:
+    """Attributes that are numbers, texts or None, and absent parameters, to compare at later calls."""
+    own = {**vars(module), **module._parameters}
+    names = own.keys() - _OF_EVERY_MODULE - {*without, "_is_hf_initialized"}
+    return tuple((name, own[name]) for name in sorted(names) if type(own[name]) in _PLAIN)
+
+
+def has_still(module: nn.Module, known: tuple[tuple[str, Any], ...]) -> bool:
+    """Whether they are the same."""
+    own, parameters = vars(module), module._parameters
+    for name, value in known:
+        now = own.get(name, parameters.get(name, value))
+        if now is not value and (type(now) is not type(value) or now != value):
+            return False
+    return True
+
+
 def buffers(module: nn.Module) -> tuple[Any, ...]:
     """The buffers of a module: the values of small ones, the identities of others."""
     return tuple(
@@ -118,17 +165,18 @@ def arguments(function: Any) -> list[inspect.Parameter] | None:
 @contextlib.contextmanager
 def examining() -> Iterator[None]:
     """Within: one thread, faster for small tensors, new tensors on the CPU, and no warnings from unknown code."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with (
-            warnings.catch_warnings(),
-            torch.autocast("cpu", enabled=False),
-            torch.inference_mode(False),
-            torch.device("cpu"),
-            torch.random.fork_rng([]),
-        ):
-            warnings.simplefilter("ignore")
+    with (
+        _one_at_a_time,
+        warnings.catch_warnings(),
+        torch.autocast("cpu", enabled=False),
+        torch.inference_mode(False),
+        torch.device("cpu"),
+        torch.random.fork_rng([]),
+    ):
+        warnings.simplefilter("ignore")
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
             yield
-    finally:
-        torch.set_num_threads(threads)
+        finally:
+            torch.set_num_threads(threads)

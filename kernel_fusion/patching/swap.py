@@ -44,29 +44,34 @@ def plan_of(module: nn.Module) -> Plan | None:
 def change(module: nn.Module, plan: Plan) -> None:
     """Give a module the class that carries out `plan`."""
     kind: Any = type(module)
-    module.__class__ = changed_class(kind, plan)
+    object.__setattr__(module, "__class__", changed_class(kind, plan))
 
 
 def restore(module: nn.Module) -> None:
     """Give a changed module its own class back."""
-    module.__class__ = original_class(type(module))
+    object.__setattr__(module, "__class__", original_class(type(module)))
 
 
 @functools.cache
 def changed_class(original: Any, plan: Plan) -> type[nn.Module]:
     """The subclass of `original` that carries out `plan`; one per pair, so that compiled code is shared."""
+
+    def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
+        """Pickle and copy the original class and the plan, because nobody can import the subclass."""
+        reduced: Any = super(kind, self).__reduce_ex__(max(2, int(protocol)))
+        if type(self) is not kind:  # somebody's subclass
+            return reduced  # type: ignore[no-any-return]
+        _, (_, *args), *state = reduced
+        return _new, (original, plan, *args), *state
+
     names = ("__module__", "__qualname__", "__doc__")
     members: dict[str, Any] = {name: getattr(original, name) for name in names}
-    members |= {"_kf_original": original, "_kf_plan": plan, "__reduce_ex__": _reduce}
-    kind: type[nn.Module] = type(original)(original.__name__, (original,), members | dict(plan.methods(original)))
+    members |= {"_kf_original": original, "_kf_plan": plan, "__reduce_ex__": reduce, **plan.methods(original)}
+    if "forward" in members and not hasattr(members["forward"], "__wrapped__"):
+        functools.update_wrapper(members["forward"], original.forward)  # its signature
+    kind: type[nn.Module] = type(original)(original.__name__, (nn.Module,), members)
+    kind.__bases__ = (original,)  # without its `__init_subclass__`
     return kind
-
-
-def _reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-    """Pickle and copy the original class and the plan, because nobody can import the subclass."""
-    reduced: Any = super(type(self), self).__reduce_ex__(max(2, int(protocol)))
-    _, (_, *args), *state = reduced
-    return _new, (original_class(type(self)), plan_of(self), *args), *state
 
 
 def _new(original: Any, plan: Plan, *args: Any) -> nn.Module:
