@@ -20,6 +20,7 @@ from hypothesis import settings
 if not (torch.cuda.is_available() or torch.xpu.is_available()):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import forked
 import interpreter
 from covering import mark_slow
 from ranks import Ranks, pool
@@ -39,7 +40,8 @@ interpreter.speed_up()
 
 if not (torch.cuda.is_available() or torch.xpu.is_available()):
     # For a GPU that never comes, `torch.manual_seed` would keep a stack trace, which takes most of a small test's time.
-    torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = lambda seed: None
+    for device in (torch.cuda, torch.xpu, torch.mtia):
+        device.manual_seed_all = lambda seed: None
 
 # The same examples in each run; `--hypothesis-profile=random` draws others, which test_random_search.py does.
 settings.register_profile("fixed", derandomize=True, deadline=None)
@@ -75,9 +77,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         build.built_library(print, every_variant=any(map(_wants_every_variant, session.items)))
 
 
-def _cpu_seconds(who: int) -> float:
-    usage = resource.getrusage(who)
-    return usage.ru_utime + usage.ru_stime
+def _cpu_seconds_of_children() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime + forked.seconds
 
 
 @pytest.hookimpl(wrapper=True)
@@ -88,7 +90,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     def fail(*_: object) -> None:
         pytest.fail(f"more than {limit} s of CPU time")
 
-    children = _cpu_seconds(resource.RUSAGE_CHILDREN)
+    children = _cpu_seconds_of_children()
     previous = signal.signal(signal.SIGPROF, fail)
     signal.setitimer(signal.ITIMER_PROF, limit)
     try:
@@ -96,7 +98,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, previous)
-    if _cpu_seconds(resource.RUSAGE_CHILDREN) - children > limit:
+    if _cpu_seconds_of_children() - children > limit:
         fail()
     return result
 
