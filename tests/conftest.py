@@ -5,6 +5,7 @@ Limits are in CPU time, so that a busy machine fails no test; pytest-timeout end
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import signal
@@ -49,6 +50,17 @@ settings.register_profile("random", deadline=None)
 settings.load_profile("fixed")
 
 _CUDA_PARAM = pytest.param(CUDA, id="cuda", marks=pytest.mark.cuda)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep the garbage collector from the many objects of a collection, which stay: it would look at each of them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses by the marks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from functools import cache
 
 import torch
@@ -72,8 +71,11 @@ def refusal(input: Tensor) -> str | None:
 
 
 def is_dtensor(input: object) -> bool:
-    """Whether `input` is a DTensor, without importing that slow module."""
-    module = sys.modules.get("torch.distributed.tensor")
+    """Whether `input` is a DTensor, without importing that slow module.
+
+    For `sys.modules`, which has thousands of them, torch.compile would look at each.
+    """
+    module = getattr(torch.distributed, "tensor", None)
     return module is not None and isinstance(input, module.DTensor)
 
 
@@ -91,5 +93,5 @@ def is_foreign(input: Tensor) -> bool:
 
 def _is_on_its_way(input: Tensor) -> bool:
     """Whether a collective may still be writing `input`; PyTorch's operators wait for it."""
-    module = sys.modules.get("torch.distributed._functional_collectives")
+    module = getattr(torch.distributed, "_functional_collectives", None)
     return module is not None and isinstance(input, module.AsyncCollectiveTensor)
