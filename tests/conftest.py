@@ -79,6 +79,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+def pytest_sessionfinish() -> None:
+    """Let the interpreter free everything when it ends."""
+    gc.unfreeze()
+
+
 def _wants_every_variant(item: pytest.Item) -> bool:
     return "every_variant" in getattr(item, "fixturenames", ())
 

@@ -71,11 +71,8 @@ def refusal(input: Tensor) -> str | None:
 
 
 def is_dtensor(input: object) -> bool:
-    """Whether `input` is a DTensor, without importing that slow module.
-
-    For `sys.modules`, which has thousands of them, torch.compile would look at each.
-    """
-    module = getattr(torch.distributed, "tensor", None)
+    """Whether `input` is a DTensor, without importing that slow module."""
+    module = getattr(torch.distributed, "tensor", None)  # torch.compile reads all of `sys.modules`
     return module is not None and isinstance(input, module.DTensor)
 
 
