@@ -26,7 +26,7 @@ def speed_up() -> None:
         interpreter._patch_lang = _patch_what_is_left
         interpreter.ReduceOps.generic_reduce = _reduce
         interpreter._get_np_dtype = _dtype_of
-        core.tensor.__init__ = _init_tensor
+        core.tensor.__init__, core.block_type.__init__ = _init_tensor, _init_block
 
 
 _patch_all: Callable[[Callable[..., Any]], Any] = interpreter._patch_lang
@@ -56,6 +56,22 @@ def _dtype_of(type: Any) -> Any:
 @cache
 def _constants(shape: tuple[int, ...]) -> tuple[Any, Any]:
     return core.tuple([*map(core.constexpr, shape)]), core.constexpr(prod(shape))
+
+
+_init_any_block: Callable[..., None] = core.block_type.__init__
+
+
+@cache
+def _block(shape: tuple[int, ...]) -> tuple[Any, int, str]:
+    block = object.__new__(core.block_type)
+    _init_any_block(block, core.int32, [*shape])
+    return block.shape, block.numel, str(block.shape)
+
+
+def _init_block(self: Any, element_ty: Any, shape: Any) -> None:
+    self.element_ty = element_ty
+    self.shape, self.numel, text = _block(tuple([getattr(size, "value", size) for size in shape]))
+    self.name = f"<{text}, {element_ty}>"
 
 
 def _init_tensor(self: Any, handle: Any, type: Any) -> None:
