@@ -5,6 +5,7 @@ Limits are in CPU time, so that a busy machine fails no test; pytest-timeout end
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import signal
@@ -20,6 +21,7 @@ from hypothesis import settings
 if not (torch.cuda.is_available() or torch.xpu.is_available()):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import forked
 import interpreter
 from covering import mark_slow
 from ranks import Ranks, pool
@@ -37,12 +39,28 @@ _CPU_LIMIT, _SLOW_CPU_LIMIT = 120, 1800
 
 interpreter.speed_up()
 
+if not (torch.cuda.is_available() or torch.xpu.is_available()):
+    # For a GPU that never comes, `torch.manual_seed` would keep a stack trace, which takes most of a small test's time.
+    for device in (torch.cuda, torch.xpu, torch.mtia):
+        device.manual_seed_all = lambda seed: None
+
 # The same examples in each run; `--hypothesis-profile=random` draws others, which test_random_search.py does.
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("random", deadline=None)
 settings.load_profile("fixed")
 
 _CUDA_PARAM = pytest.param(CUDA, id="cuda", marks=pytest.mark.cuda)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep the garbage collector from the many objects of a collection, which stay: it would look at each of them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses by the marks
@@ -61,6 +79,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+def pytest_sessionfinish() -> None:
+    """Let the interpreter free everything when it ends."""
+    gc.unfreeze()
+
+
 def _wants_every_variant(item: pytest.Item) -> bool:
     return "every_variant" in getattr(item, "fixturenames", ())
 
@@ -71,9 +94,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         build.built_library(print, every_variant=any(map(_wants_every_variant, session.items)))
 
 
-def _cpu_seconds(who: int) -> float:
-    usage = resource.getrusage(who)
-    return usage.ru_utime + usage.ru_stime
+def _cpu_seconds_of_children() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime + forked.seconds
 
 
 @pytest.hookimpl(wrapper=True)
@@ -84,7 +107,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     def fail(*_: object) -> None:
         pytest.fail(f"more than {limit} s of CPU time")
 
-    children = _cpu_seconds(resource.RUSAGE_CHILDREN)
+    children = _cpu_seconds_of_children()
     previous = signal.signal(signal.SIGPROF, fail)
     signal.setitimer(signal.ITIMER_PROF, limit)
     try:
@@ -92,7 +115,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, previous)
-    if _cpu_seconds(resource.RUSAGE_CHILDREN) - children > limit:
+    if _cpu_seconds_of_children() - children > limit:
         fail()
     return result
 

@@ -21,7 +21,9 @@ def covering(rows: Sequence[Mapping[str, Hashable]], strength: int = 2) -> list[
 
     Greedy: the row with most combinations that are still missing comes next, the first of several.
     """
-    wanted = [set(combinations(sorted(row.items(), key=lambda item: item[0]), min(strength, len(row)))) for row in rows]
+    numbers = {item: number for number, item in enumerate(dict.fromkeys(item for row in rows for item in row.items()))}
+    numbered = [sorted(numbers[item] for item in row.items()) for row in rows]
+    wanted = [set(combinations(row, min(strength, len(row)))) for row in numbered]
     covered: set[Any] = set()
     heap = [(-len(found), index) for index, found in enumerate(wanted)]
     heapify(heap)

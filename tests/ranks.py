@@ -1,8 +1,9 @@
 """Processes that stand for GPUs: a pool of ranks, each of which runs the same function when a test asks for it.
 
-A pool is started once for many tests, since a process takes seconds to import PyTorch. A function that fails on one
-rank may leave the others in a collective, so the pool ends then and the next test gets a new one. Ranks meet in a
-file, so that pools of several test processes don't collide; what waits for a lost rank gives up after a minute.
+A pool is started once for many tests. Its processes are forks of one that has imported PyTorch, which takes seconds. A
+function that fails on one rank may leave the others in a collective, so the pool ends then and the next test gets a new
+one. Ranks meet in a file, so that pools of several test processes don't collide; what waits for a lost rank gives up
+after a minute.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class Ranks:
         self._processes, self._connections = [], []
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch._dynamo", "torch.distributed.tensor.parallel", "kernel_fusion"])
         store = Path(tempfile.mkdtemp()) / "store"
         for rank in range(self.world):
             ours, theirs = context.Pipe()

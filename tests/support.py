@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -161,23 +162,31 @@ def python(
     code: str, *args: str | Path, env: Mapping[str, str | None] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run `code` in a fresh interpreter where warnings are errors; a variable set to None is removed."""
-    with popen(code, *args, env=env) as process:
-        try:
-            out, err = process.communicate()
-        except BaseException:
-            process.kill()
-            raise
-    assert process.returncode == 0, f"exit code {process.returncode}\n{out}\n{err}"
-    return subprocess.CompletedProcess(process.args, 0, out, err)
+    environment = _environment(env)
+    if forked.serves(environment):
+        done = forked.run(textwrap.dedent(code), [*map(str, args)], environment)
+    else:
+        with popen(code, *args, env=env) as process:
+            try:
+                out, err = process.communicate()
+            except BaseException:
+                process.kill()
+                raise
+        done = subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
 
 
 def popen(code: str, *args: str | Path, env: Mapping[str, str | None] | None = None) -> subprocess.Popen[str]:
     """Start `code` in a fresh interpreter, as `python` does, and return at once."""
-    variables = {**os.environ, **(env or {})}
     return subprocess.Popen(
         [sys.executable, "-W", "error", "-c", textwrap.dedent(code), *map(str, args)],
-        env={name: value for name, value in variables.items() if value is not None},
+        env=_environment(env),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def _environment(env: Mapping[str, str | None] | None) -> dict[str, str]:
+    return {name: value for name, value in {**os.environ, **(env or {})}.items() if value is not None}

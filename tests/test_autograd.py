@@ -11,7 +11,7 @@ import torch
 from support import CPU, CUDA, TRITON, Target, assert_as_accurate, call
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from verbs import VERBS, Verb, cotangents, gradients, results
+from verbs import VERBS, Verb, cotangents, gradients, results, verbs_where
 
 import kernel_fusion as kf
 from kernel_fusion.core.activations import formula
@@ -301,11 +301,10 @@ def test_backward_twice(operation: Verb, target: Target) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@verbs_where(lambda verb: verb.name != "rope")  # it keeps no input
 def test_changed_input_is_noticed(operation: Verb, target: Target) -> None:
     """Changing an input in place between forward and backward raises PyTorch's error instead of a wrong gradient."""
-    if target.backend == "eager":
-        pytest.skip("the definition is PyTorch's operations, which check what they keep")
-    if operation.keeps_bits(target) or operation.name == "rope":
+    if operation.keeps_bits(target):
         pytest.skip("a change of what is not kept is no matter")
     tensors = operation.leaves(target)
     tensors[0] = tensors[0] * 1
@@ -427,10 +426,9 @@ _KEPT = {
 }
 
 
+@verbs_where(lambda verb: verb.name not in ("layer_norm", "rms_norm"))  # these have a test of their own
 def test_training_keeps_no_more_than_it_needs(operation: Verb, target: Target) -> None:
     """Beside the arguments, forward keeps statistics or its result: no mask, no widened copy, no intermediate value."""
-    if operation.name in ("layer_norm", "rms_norm"):
-        pytest.skip("these have a test of their own")
     tensors = operation.leaves(target)
     packed: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):

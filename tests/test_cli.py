@@ -80,9 +80,8 @@ def test_version_and_short_help() -> None:
 
 def test_info_builds_nothing(tmp_path: Path) -> None:
     """With an empty cache it says that the extension is not built, and leaves it so."""
-    environment = os.environ | {"KERNEL_FUSION_CACHE_DIR": str(tmp_path / "cache")}
-    command = [sys.executable, "-m", "kernel_fusion", "info"]
-    result = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    command = "from kernel_fusion.cli import main; main()"
+    result = python(command, "info", env={"KERNEL_FUSION_CACHE_DIR": str(tmp_path / "cache")})
     assert "not built; the first call or `info --build` builds it" in result.stdout
     assert not (tmp_path / "cache").exists()
 
@@ -433,10 +432,10 @@ def test_a_reader_may_stop_reading(empty_cache: Path) -> None:
 
 def test_hf_kernel_writes_a_folder_once(tmp_path: Path) -> None:
     """The command writes the folder for the Hub, and into one that has builds it writes nothing."""
-    command = [sys.executable, "-m", "kernel_fusion", "hf-kernel", "--output", str(tmp_path / "kernel")]
-    assert "is ready for an upload" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    again = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert again.returncode == 1
+    command = "hf-kernel", "--output", str(tmp_path / "kernel")
+    assert "is ready for an upload" in run(*command).stdout
+    again = run(*command)
+    assert again.exit_code == 1
     assert "write to a new folder" in again.stderr
 
 

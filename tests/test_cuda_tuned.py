@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,11 @@ from kernel_fusion.core.spec import Access, RowNormSpec
 
 _ROOT = Path(__file__).parents[1]
 _ROWS = [
-    pytest.param(direction, knob, row, id=f"{path.stem}-{direction}-{knob}-{i}")
+    (direction, knob, row)
     for path in sorted(tuned.TABLES.glob("*.json"))
     for direction, knobs in json.loads(path.read_text()).items()
     for knob, rows in knobs.items()
-    for i, row in enumerate(rows)
+    for row in rows
 ]
 _Call = tuple[RowNormSpec, Access, Device]
 
@@ -62,13 +61,8 @@ _STAGES: tuple[dict[str, Any], ...] = (
 )
 
 
-@cache
-def _calls() -> list[_Call]:
-    """Calls on sm_90 and on a device without a table or clusters; those that no table asks about are not sorted out."""
-    return list(_sample())
-
-
 def _sample() -> Iterator[_Call]:
+    """Calls on sm_90 and on a device without a table or clusters; those that no table asks about are not sorted out."""
     for cols, (x, weight, y), rms, stages in product(_LENGTHS, _MIXES, (False, True), _STAGES):
         if x == "f64" and not {"residual", "gate"}.isdisjoint(stages):
             continue
@@ -86,51 +80,53 @@ class _Asked:
     """The plan of each call of the sample, and for each row the calls that it counts for."""
 
     def __init__(self) -> None:
+        self.calls = [*_sample()]
         self.plans: list[Plan] = []
         self.counts: dict[str, list[int]] = {}
         patch = pytest.MonkeyPatch()
         known = tuned.Facts.tuned
 
         def tuned_and_noted(facts: tuned.Facts, knob: str, rule: Any) -> Any:
-            direction = "backward" if facts.spec.direction == "backward" else "forward"
-            for row in tuned.table(facts.device.arch, direction).get(knob, ()):
-                if facts.hold(row[1]):
-                    self.counts.setdefault(_key(direction, knob, row), []).append(len(self.plans))
-                    break
-            return known(facts, knob, rule)
+            facts.came_from.pop(knob, None)
+            value = known(facts, knob, rule)
+            if knob in facts.came_from:
+                direction = "backward" if facts.spec.direction == "backward" else "forward"
+                key = _key(direction, knob, facts.came_from[knob])
+                self.counts.setdefault(key, []).append(len(self.plans))
+            return value
 
         patch.setattr(tuned.Facts, "tuned", tuned_and_noted)
-        for call in _calls():
+        for call in self.calls:
             self.plans.append(plan_row_norm(*call))
         patch.undo()
-
-
-_asked = cache(_Asked)
 
 
 def _key(direction: str, knob: str, row: Any) -> str:
     return json.dumps([direction, knob, *row])
 
 
-@pytest.mark.parametrize(("direction", "knob", "row"), _ROWS)
-def test_every_row_decides_a_plan(direction: str, knob: str, row: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_row_decides_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it some call of the sample has another plan: no row repeats others or the rule."""
-    asked = _asked()
-    calls = asked.counts.get(_key(direction, knob, row), [])
-    assert calls, "no call meets the row"
-    for arch in (80, 90):
-        rows = tuned.table(arch, direction).get(knob, [])
-        monkeypatch.setitem(tuned.table(arch, direction), knob, [each for each in rows if list(each) != row])
-    assert any(plan_row_norm(*_calls()[index]) != asked.plans[index] for index in calls)
+    asked = _Asked()
+
+    def decides(direction: str, knob: str, row: list[Any]) -> bool:
+        with monkeypatch.context() as without:
+            for arch in (80, 90):
+                rows = tuned.table(arch, direction).get(knob, [])
+                without.setitem(tuned.table(arch, direction), knob, [each for each in rows if list(each) != row])
+            calls = asked.counts.get(_key(direction, knob, row), [])
+            return any(plan_row_norm(*asked.calls[index]) != asked.plans[index] for index in calls)
+
+    assert [row for row in _ROWS if not decides(*row)] == []
 
 
-@pytest.mark.parametrize(("direction", "knob", "row"), _ROWS)
-def test_rows_name_what_shows_them(direction: str, knob: str, row: list[Any]) -> None:
+def test_rows_name_what_shows_them() -> None:
     """A results file, the page of the notebook that tells of the trials, or the compiler, which spills otherwise."""
-    _, conditions, shown = row
-    assert isinstance(conditions, dict)
-    places = (_ROOT / "benchmarks" / "results" / shown, _ROOT / "docs" / "notebook" / shown)
-    assert shown == "spills" or any(place.is_file() for place in places)
+    folders = _ROOT / "benchmarks" / "results", _ROOT / "docs" / "notebook"
+    for row in _ROWS:
+        _, conditions, shown = row[-1]
+        assert isinstance(conditions, dict), row
+        assert shown == "spills" or any((folder / shown).is_file() for folder in folders), row
 
 
 def test_rows_of_an_architecture_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

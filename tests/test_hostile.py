@@ -17,7 +17,7 @@ import pytest
 import torch
 from support import CPU, EAGER, TRITON, Target
 from torch import Tensor
-from verbs import Verb, gradients, results
+from verbs import Verb, gradients, results, verbs_where
 
 import kernel_fusion as kf
 from kernel_fusion.config import cxx_compiler
@@ -87,11 +87,14 @@ def _free(t: Tensor, kept: int) -> None:
     t.untyped_storage().resize_(kept)
 
 
+_exact = verbs_where(lambda verb: verb.exact)  # a product's operands are PyTorch's affair
+
+
+@_exact
 @pytest.mark.parametrize("part", [0.0, 0.5])
 def test_freed_arguments(operation: Verb, part: float, target: Target) -> None:
     """A tensor whose storage was freed, before the call or before its backward, raises where it would be read."""
-    count = len(operation.leaves(target)) if operation.exact else 0  # a product's operands are PyTorch's affair
-    for place in range(count):
+    for place in range(len(operation.leaves(target))):
         leaves = [t.detach().requires_grad_() for t in operation.leaves(target)]
         y = operation.on(target)(*leaves)
         dys = [torch.ones_like(one) for one in results(y)]
@@ -107,22 +110,22 @@ def test_freed_arguments(operation: Verb, part: float, target: Target) -> None:
             torch.testing.assert_close(found, expected)
 
 
+@_exact
 @pytest.mark.parametrize("way", ["eager", "func"])
 def test_freed_arguments_of_the_definition(operation: Verb, way: str) -> None:
     """The definition is made of operations that look at no memory, so its arguments are looked at before."""
-    for place in range(len(operation.leaves(CPU)) if operation.exact else 0):
+    for place in range(len(operation.leaves(CPU))):
         leaves = operation.leaves(CPU)
         _free(leaves[place], 0)
         with pytest.raises(RuntimeError, match=_NO_MEMORY):
             operation.on(EAGER)(*leaves) if way == "eager" else torch.func.vjp(operation.on(CPU), *leaves)
 
 
+@_exact
 def test_freed_cotangents_of_a_differentiated_backward(operation: Verb, target: Target) -> None:
     """Nor do the operations of a backward that is itself differentiated."""
     leaves = [t.detach().requires_grad_() for t in operation.leaves(target)]
     y = operation.on(target)(*leaves)
-    if not operation.exact:
-        return
     dys = [torch.ones_like(one) for one in results(y)]
     _free(dys[0], 0)
     with pytest.raises(RuntimeError, match=_NO_MEMORY):

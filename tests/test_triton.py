@@ -17,7 +17,7 @@ import torch
 from covering import covering, factors
 from support import TRITON, check, python
 from torch import Tensor
-from verbs import VERBS, Verb, cotangents, gradients, results
+from verbs import VERBS, Verb, cotangents, gradients, results, verbs_where
 
 import kernel_fusion as kf
 from kernel_fusion.backends import availability
@@ -246,10 +246,9 @@ def test_dropout_is_the_definitions(cols: int, p: float) -> None:
             assert torch.equal(call() != 0, kept)
 
 
+@verbs_where(lambda verb: verb.row_wise)
 def test_the_same_bits_for_any_number_of_rows(operation: Verb) -> None:
     """A row's result does not depend on the rows around it, and a call gives the same bits twice."""
-    if not operation.row_wise:
-        pytest.skip("its rows are not independent")
     tensors, function = [t.detach() for t in operation.leaves(TRITON, 9, 40)], operation.on(TRITON)
     whole = _first(function(*tensors))
     assert torch.equal(whole, _first(function(*tensors)))

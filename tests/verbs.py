@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from support import Target
 from torch import Tensor
@@ -331,3 +332,8 @@ _VERBS = (
     ),
 )
 VERBS = {verb.name: verb for verb in _VERBS}
+
+
+def verbs_where(holds: Callable[[Verb], bool]) -> pytest.MarkDecorator:
+    """For a test in place of the fixture `operation`: the verbs of which this holds."""
+    return pytest.mark.parametrize("operation", [*filter(holds, _VERBS)], ids=str)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from functools import cache
 
 import torch
@@ -73,7 +72,7 @@ def refusal(input: Tensor) -> str | None:
 
 def is_dtensor(input: object) -> bool:
     """Whether `input` is a DTensor, without importing that slow module."""
-    module = sys.modules.get("torch.distributed.tensor")
+    module = getattr(torch.distributed, "tensor", None)  # torch.compile reads all of `sys.modules`
     return module is not None and isinstance(input, module.DTensor)
 
 
@@ -91,5 +90,5 @@ def is_foreign(input: Tensor) -> bool:
 
 def _is_on_its_way(input: Tensor) -> bool:
     """Whether a collective may still be writing `input`; PyTorch's operators wait for it."""
-    module = sys.modules.get("torch.distributed._functional_collectives")
+    module = getattr(torch.distributed, "_functional_collectives", None)
     return module is not None and isinstance(input, module.AsyncCollectiveTensor)
