@@ -74,10 +74,12 @@ class Run:
     """A trained model: what the files hold.
 
     Attributes:
-        curve: mean losses of `WINDOW` steps each, one after the other, in nats per byte.
+        losses: at each tenth of the steps, in nats per byte.
+        curve: mean losses of `WINDOW` steps each, one after the other.
         held_out: the loss on text that was not trained on, afterwards.
         ms_per_step: the mean, without the first steps.
-        repeats: whether a second run gave the same losses and weights; None if there was none.
+        again: `losses` of a second run, if there was one.
+        repeats: whether it gave the same losses and weights, bit by bit.
     """
 
     variant: str
@@ -85,9 +87,11 @@ class Run:
     parameters: int
     tokens_per_step: int
     steps: int
+    losses: list[float]
     curve: list[float]
     held_out: float
     ms_per_step: float
+    again: list[float] | None = None
     repeats: bool | None = None
 
     @property
@@ -146,6 +150,7 @@ def train(plan: Plan, variant: str, seed: int, text: Tensor, device: torch.devic
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, plan.rate)
     generator = torch.Generator().manual_seed(seed)
     losses: list[Tensor] = []
+    tenths: list[float] = []
     start, skipped = time.perf_counter(), min(20, plan.steps // 2)
     for step in range(plan.steps):
         if step == skipped:  # what is compiled is compiled
@@ -158,25 +163,17 @@ def train(plan: Plan, variant: str, seed: int, text: Tensor, device: torch.devic
         schedule.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-        if (step + 1) % 200 == 0:
-            print(f"{variant}, seed {seed}, step {step + 1}: {losses[-1].item():.4f}", file=sys.stderr)
+        if (step + 1) % max(1, plan.steps // 10) == 0:
+            tenths.append(losses[-1].item())
+            print(f"{variant}, seed {seed}, step {step + 1}: {tenths[-1]:.4f}", file=sys.stderr)
     _wait(device)
     ms = 1e3 * (time.perf_counter() - start) / (plan.steps - skipped)
     window = min(WINDOW, max(1, plan.steps // 10))
     curve = torch.stack(losses[: plan.steps // window * window]).view(-1, window).mean(1).tolist()
     parameters = sum(p.numel() for p in model.parameters())
     end = held_out(called, plan, text, device)
-    run = Run(variant, seed, parameters, plan.batch * plan.length, plan.steps, curve, end, ms)
+    run = Run(variant, seed, parameters, plan.batch * plan.length, plan.steps, tenths, curve, end, ms)
     return run, [*losses, *(p.detach() for p in model.parameters())]
-
-
-def trained(plan: Plan, variant: str, seed: int, text: Tensor, device: torch.device, twice: bool) -> Run:
-    """Train one variant from a seed, once or twice."""
-    run, bits = train(plan, variant, seed, text, device)
-    if twice:
-        _, others = train(plan, variant, seed, text, device)
-        run = replace(run, repeats=all(torch.equal(a, b) for a, b in zip(bits, others, strict=True)))
-    return run
 
 
 @torch.no_grad()
@@ -253,12 +250,19 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for seed in arguments.seeds:
         for variant in arguments.variants:
-            run = trained(plan, variant, seed, text, device, arguments.repeat)
-            (folder / f"{variant}-{seed}.json").write_text(json.dumps(asdict(run)) + "\n")
+            file = folder / f"{variant}-{seed}.json"
+            run, bits = train(plan, variant, seed, text, device)
+            file.write_text(json.dumps(asdict(run)) + "\n")
+            if arguments.repeat:
+                other, others = train(plan, variant, seed, text, device)
+                same = all(torch.equal(a, b) for a, b in zip(bits, others, strict=True))
+                file.write_text(json.dumps(asdict(replace(run, again=other.losses, repeats=same))) + "\n")
     runs = read_runs(folder)
-    command = f"python benchmarks/training_run.py --steps {steps}{' --repeat' if all(r.repeats for r in runs) else ''}"
-    method = {"curve": f"mean losses of {WINDOW} steps each, in nats per byte"}
-    about = describe([device], command, method, {}) | {"runs": [asdict(run) for run in runs]}
+    twice = {run.variant: " --repeat" if run.repeats else "" for run in runs}
+    command = "python benchmarks/training_run.py --variants "
+    commands = "; ".join(f"{command}{variant} --steps {steps}{repeat}" for variant, repeat in twice.items())
+    method = {"losses": f"nats per byte, at each tenth of the steps; curve: means of {WINDOW} steps"}
+    about = describe([device], commands, method, {}) | {"runs": [asdict(run) for run in runs]}
     (arguments.output_dir / "training-run.json").write_text(json.dumps(about, indent=1) + "\n")
     if problem := report(runs):
         sys.exit(f"FAILED: {problem}")

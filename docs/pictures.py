@@ -1,26 +1,22 @@
 """Pictures of the documentation, drawn from result files. `python docs/pictures.py` draws them anew.
 
-They are SVG: small, sharp at any size, and the same bytes from the same file on every machine, so that
-tests/test_documents.py can compare them.
+They are bars of speed-ups, as SVG: small, sharp at any size, and the same bytes from the same file on every machine, so
+that tests/test_documents.py can compare them.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jinja2
-from table_parts import H100, H200, RESULTS, ROOT, cells_of
+from table_parts import H200, RESULTS, ROOT, cells_of
 
 _FOLDER = ROOT / "docs" / "pictures"
 _COLORS = "#0969da", "#8250df"
 # Pixels; the last is the width of the bars' part. A phone shows the whole picture, so it must stay narrow.
 _LEFT, _TOP, _ROW, _PLOT = 190, 60, 40, 290
-# Where curves begin.
-_CURVES = 50
 
 # The operation of the suite `fused-ops`, its shape, and what the reader knows it as.
 _CHAINS = (
@@ -32,13 +28,6 @@ _CHAINS = (
     ("sum_squared, last", "8192x8192", "sum of squares"),
     ("softmax, scale, causal", "8192x8192", "causal softmax"),
     ("causal attention weights", "16x2048x2048", "causal attention weights"),
-)
-
-
-# The panels of the curves: name, top, height, and the values between which it shows, with those that are marked.
-_PANELS = (
-    ("loss, nats per byte", 80, 190, (0.5, 1, 2, 4)),
-    ("patched, minus unpatched of the same seed", 310, 110, (-0.1, 0, 0.1)),
 )
 
 
@@ -127,67 +116,7 @@ def cpu() -> str:
     return _bars(title, subtitle, _source(file), rows, "forward, backward")
 
 
-def _panel(place: int, band: Sequence[tuple[float, float]], lines: Sequence[tuple[Sequence[float], str, int]]) -> Any:
-    """A panel of curves over a band; losses have a logarithmic scale."""
-    name, top, height, marks = _PANELS[place]
-    shown = math.log if marks[0] > 0 else float
-    low, high = shown(marks[0]), shown(marks[-1])
-
-    def path(values: Sequence[float], backwards: bool = False) -> str:
-        places = list(enumerate(min(max(value, marks[0]), marks[-1]) for value in values))
-        step = (_LEFT + _PLOT - _CURVES) / (len(values) - 1)
-        return "L".join(
-            f"{_CURVES + step * at:.1f} {top + height * (high - shown(value)) / (high - low):.1f}"
-            for at, value in (reversed(places) if backwards else places)
-        )
-
-    return {
-        "name": name,
-        "top": top,
-        "ticks": [
-            {"y": round(top + height * (high - shown(mark)) / (high - low), 1), "label": f"{mark:g}"} for mark in marks
-        ],
-        "band": f"M{path([b for _, b in band])}L{path([a for a, _ in band], backwards=True)}Z",
-        "lines": [{"path": f"M{path(values)}", "color": color, "thickness": wide} for values, color, wide in lines],
-    }
-
-
-def training() -> str:
-    """The curves of a training run, and how far those with and without us lie apart."""
-    file = H100 / "training-run.json"
-    runs = json.loads(file.read_text())["runs"]
-    curves = {(run["variant"], run["seed"]): run["curve"] for run in runs}
-    plain, ours = ([curves[variant, seed] for seed in (0, 1)] for variant in ("unpatched", "patched"))
-    apart = [abs(a - b) for a, b in zip(*plain, strict=True)]
-    differences = [[a - b for a, b in zip(*pair, strict=True)] for pair in zip(ours, plain, strict=True)]
-    lines = [*((curve, "#afb8c1", 4) for curve in plain), *zip(ours, _COLORS, (1, 1), strict=True)]
-    panels = [
-        _panel(0, [(min(pair), max(pair)) for pair in zip(*plain, strict=True)], lines),
-        _panel(1, [(-a, a) for a in apart], list(zip(differences, _COLORS, (1, 1), strict=True))),
-    ]
-    steps, right, bottom = runs[0]["steps"], _LEFT + _PLOT, _PANELS[1][1] + _PANELS[1][2]
-    template = jinja2.Template((ROOT / "docs" / "templates" / "curves.svg").read_text(), autoescape=True)
-    names = (*zip(("patched, seed 0", "seed 1"), _COLORS, strict=True), ("unpatched; seeds apart", "#afb8c1"))
-    return str(
-        template.render(
-            title=f"Llama of {runs[0]['parameters'] / 1e6:.0f} M parameters, from scratch",
-            subtitle=f"{steps} steps of {runs[0]['tokens_per_step']} bytes; means of {steps // len(plain[0])} steps",
-            source=_source(file),
-            panels=panels,
-            steps=[{"label": steps * n // 4, "x": round(_CURVES + (right - _CURVES) * n / 4, 1)} for n in range(5)],
-            legend=[
-                {"name": name, "color": color, "x": x} for (name, color), x in zip(names, (14, 145, 225), strict=True)
-            ],
-            left=_CURVES,
-            right=right,
-            bottom=bottom,
-            width=right + 35,
-            height=bottom + 76,
-        )
-    )
-
-
-PICTURES = {"training.svg": training, "speedup.svg": speedup, "models.svg": models, "cpu.svg": cpu}
+PICTURES = {"speedup.svg": speedup, "models.svg": models, "cpu.svg": cpu}
 
 if __name__ == "__main__":
     _FOLDER.mkdir(exist_ok=True)

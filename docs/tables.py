@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
+from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
@@ -17,7 +18,7 @@ import table_combinations as combinations
 import table_operations as operations
 import table_published as published
 from table_faults import planted
-from table_parts import H100, RESULTS, ROOT, Cell, best_peer, cells_of, digits, over_floor, sources, table
+from table_parts import H100, H200, RESULTS, ROOT, Cell, best_peer, cells_of, digits, over_floor, sources, table
 from table_plans import PLANNED_LENGTHS, plans
 from table_results import costs, kept
 
@@ -199,27 +200,28 @@ _STEPS = {
     "kf-compile": "it with ours",
 }
 _STEP_PAIRS = ("pytorch", "kf-patch"), ("torch.compile", "kf-compile")
-_STEP_FILE = H100 / "steps.json"
 
 
-def steps() -> Iterator[str]:
+def steps(folder: Path, *files: str) -> Iterator[str]:
     """Training steps: ms of each contender, and PyTorch's and the compiler's over ours."""
+    cells = {name: cell for file in files for (name,), cell in cells_of(file, "configuration", folder=folder).items()}
+    measured = [provider for provider in _STEPS if any(provider in cell for cell in cells.values())]
     rows = []
-    for (name,), cell in cells_of(_STEP_FILE.name, "configuration", folder=_STEP_FILE.parent).items():
-        times = {provider: cell[provider]["median_ms"] for provider in _STEPS if provider in cell}
-        columns = (digits(times[provider]) if provider in times else "–" for provider in _STEPS)
-        gains = (times[theirs] / times[ours] for theirs, ours in _STEP_PAIRS)
-        rows.append([name, *columns, *(f"{gain:.2f}" for gain in gains)])
+    for name, cell in cells.items():
+        times = {provider: cell[provider]["median_ms"] for provider in measured if provider in cell}
+        columns = (digits(times[provider]) if provider in times else "–" for provider in measured)
+        gains = (f"{times[a] / times[b]:.2f}" if a in times else "–" for a, b in _STEP_PAIRS)
+        rows.append([name, *columns, *gains])
     pairs = (f"{_STEPS[theirs]} ÷ {_STEPS[ours]}" for theirs, ours in _STEP_PAIRS)
-    yield from table(["model", *(f"{name}, ms" for name in _STEPS.values()), *pairs], rows)
-    yield sources(_STEP_FILE.name, folder=_STEP_FILE.parent)
+    yield from table(["model", *(f"{_STEPS[provider]}, ms" for provider in measured), *pairs], rows)
+    yield sources(*files, folder=folder)
     yield ""
 
 
 def step_memory() -> Iterator[str]:
     """Training steps: the peak of the memory and what autograd keeps, in GB, and how far losses are off PyTorch's."""
     rows, off = [], Counter[str]()
-    for (name,), cell in cells_of(_STEP_FILE.name, "configuration", folder=_STEP_FILE.parent).items():
+    for (name,), cell in cells_of("steps.json", "configuration", folder=H100).items():
         memory = {
             provider: " / ".join(f"{m[kind] / 1e9:.1f}" for kind in ("training_memory_bytes", "saved_bytes"))
             for provider, m in cell.items()
@@ -228,8 +230,10 @@ def step_memory() -> Iterator[str]:
         for provider, m in cell.items():
             off[provider] = max(off[provider], m["max_abs_error_loss"] / m["loss"])
     yield from table(["model", *_STEPS.values()], rows)
-    worst = ", ".join(f"{name} {off[provider]:.1e}" for provider, name in _STEPS.items() if provider != "pytorch")
-    yield f"The first step's loss is off PyTorch's by at most, relatively: {worst}."
+    yield sources("steps.json", folder=H100)
+    yield ""
+    worst = ", ".join(f"{name} {100 * off[provider]:.3f} %" for provider, name in _STEPS.items() if off[provider])
+    yield f"Losses of the first step are off PyTorch's by at most: {worst}."
     yield ""
 
 
@@ -253,22 +257,21 @@ def step_profile() -> Iterator[str]:
 
 
 def training() -> Iterator[str]:
-    """A training run: losses on the way and on held-out text."""
+    """A training run: losses on the way, and how far a second run had the same."""
     file = "training-run.json"
-    runs = json.loads((H100 / file).read_text())["runs"]
-    points, steps = len(runs[0]["curve"]), runs[0]["steps"]
-    marks = [points * quarter // 4 for quarter in range(1, 5)]
-    rows = [
-        [
-            f"{run['variant']}, seed {run['seed']}",
-            *(f"{run['curve'][mark - 1]:.4f}" for mark in marks),
-            f"{run['held_out']:.4f}",
-            "yes" if run["repeats"] else "no",
-        ]
-        for run in sorted(runs, key=lambda run: (run["seed"], run["variant"] == "patched"))
-    ]
-    head = ["run", *(f"step {steps * mark // points}" for mark in marks), "held-out text", "same bits twice"]
-    yield from table(head, rows)
+    rows = []
+    for run in sorted(
+        json.loads((H100 / file).read_text())["runs"], key=lambda run: (run["seed"], -len(run["variant"]))
+    ):
+        losses, again = run["losses"], run["again"]
+        same = sum(a == b for a, b in zip(losses, again, strict=False))
+        assert same == len(again)
+        step = run["steps"] // len(losses)
+        rows.append(
+            [f"{run['variant']}, seed {run['seed']}", *(f"{loss:.4f}" for loss in losses[::2]), f"step {step * same}"]
+        )
+    head = [f"step {step * at}" for at in range(1, len(losses) + 1, 2)]
+    yield from table(["run", *head, "second run equal until"], rows)
     yield sources(file, folder=H100)
     yield ""
 
@@ -296,10 +299,13 @@ TABLES: dict[tuple[str, str], Callable[[], Iterator[str]]] = {  # by page and na
         for direction in ("forward", "backward")
     },
     ("docs/measured.md", "host"): host,
-    ("docs/models.md", "steps"): steps,
-    ("docs/models.md", "step memory"): step_memory,
+    ("docs/models.md", "steps"): partial(steps, H100, "steps.json"),
+    ("docs/training.md", "steps, H200"): partial(
+        steps, H200, *(f"steps/{name}.json" for name in ("llama-3-8b", "llama-1024", "others"))
+    ),
+    ("docs/training.md", "step memory"): step_memory,
     ("docs/models.md", "step profile"): step_profile,
-    ("docs/models.md", "training"): training,
+    ("docs/training.md", "training"): training,
     ("docs/measured.md", "Triton, sweep"): triton_sweep,
     ("docs/measured.md", "cpu norms, all"): partial(cpu_norms, "pytorch", [1, 16]),
     ("docs/measured.md", "cpu norms, torch.compile"): partial(cpu_norms, "torch.compile", [1, 2, 16]),
