@@ -197,7 +197,7 @@ _STEPS = {
     "liger": "Liger, same scope",
     "liger-full": "Liger, whole",
     "torch.compile": "torch.compile",
-    "kf-compile": "it with ours",
+    "kf-compile": "torch.compile with ours",
 }
 _STEP_PAIRS = ("pytorch", "kf-patch"), ("torch.compile", "kf-compile")
 
