@@ -84,13 +84,13 @@ def test_inductor_compiles_what_was_fused() -> None:
         torch.testing.assert_close(ours[name], theirs, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(("inner", "left"), [("inductor", Fused(gates=1, activations=1)), ("eager", Fused())])
+@pytest.mark.parametrize(("inner", "left"), [("inductor", Fused(norms=1, gates=1, activations=1)), ("eager", Fused())])
 def test_inductor_keeps_its_gates(inner: str, left: Fused, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor gets gates and activations as they are, other backends get operators; a norm is one for all."""
+    """Inductor gets gates, activations and norms without a weight as they are; other norms become operators for all."""
 
-    def layer(x: Tensor, residual: Tensor) -> Tensor:
-        y = F.layer_norm(residual + x, (64,))
-        return F.silu(y) * F.gelu(y + x[0])
+    def layer(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        y = F.layer_norm(residual + x, (64,), weight)
+        return F.silu(y) * F.gelu(y + x[0]), F.layer_norm(residual, (64,)) * (1 + x)
 
     graphs: list[torch.fx.GraphModule] = []
 
@@ -98,7 +98,7 @@ def test_inductor_keeps_its_gates(inner: str, left: Fused, monkeypatch: pytest.M
         graphs.append(gm)
         return gm
 
-    torch.compile(layer, backend=keep)(randn(4, 64), randn(4, 64))
+    torch.compile(layer, backend=keep)(randn(4, 64), randn(4, 64), randn(64))
     monkeypatch.setattr("torch._dynamo.backends.registry.lookup_backend", lambda name: keep)
     kf.compiler.backend(inner)(graphs[0], [])
     assert kf.compiler.fuse(graphs[0]) == left

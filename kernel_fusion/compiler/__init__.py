@@ -30,8 +30,9 @@ def fuse(gm: GraphModule, *, pointwise: bool = True) -> Fused:
     Args:
         gm: the graph that Dynamo hands to a backend: calls of PyTorch's functions, not of ATen, with the shapes and
             dtypes of all values. Nodes without them are left alone.
-        pointwise: whether to replace gates and activations, too. A compiler that makes one kernel of each itself, such
-            as Inductor, launches its own with less time of the host than an operator.
+        pointwise: whether to replace gates and activations, too, and norms without a weight, which models modulate. A
+            compiler that fuses these itself, such as Inductor, makes one kernel of a norm and its modulation, and
+            launches its kernels with less time of the host than an operator.
 
     Returns:
         :class:`Fused`: how much was replaced.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import getitem
 from typing import Any
 
@@ -46,11 +47,12 @@ class Fused:
 
 
 def fuse_graph(graph: Graph, *, pointwise: bool = True) -> Fused:
-    """Replace everything possible in one graph, in place; without `pointwise`, norms and additions alone."""
+    """Replace everything possible in one graph, in place; without `pointwise`, what `fuse` says."""
     nothing, fused = Fused(), Fused()
     _hoist_numbers(graph)
     # Norms claim dropouts, and gates claim activations, before later steps could.
-    for step in (_fuse_norm, *((_fuse_gate, _fuse_activation) if pointwise else ())):
+    steps = (partial(_fuse_norm, weightless=pointwise), *((_fuse_gate, _fuse_activation) if pointwise else ()))
+    for step in steps:
         for node in list(graph.nodes):
             if node.users:  # an erased node has no users
                 fused += step(graph, node) or nothing
@@ -65,9 +67,9 @@ def _hoist_numbers(graph: Graph) -> None:
             inputs[-1].append(node)
 
 
-def _fuse_norm(graph: Graph, node: Node) -> Fused | None:
+def _fuse_norm(graph: Graph, node: Node, weightless: bool) -> Fused | None:
     norm = norms.find(node)
-    if norm is None:
+    if norm is None or (norm.weight is None and not weightless):
         return None
     if addition := _addition(norm):
         _replace_add_norm(graph, norm, addition)
