@@ -529,7 +529,7 @@ def test_the_imitated_autocast_widens_what_cuda_widens(name: str) -> None:
     """Each function that an examination widens is one that CUDA's autocast runs in fp32."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from kernel_fusion.patching.norm_fit import CudaAutocast
+    from kernel_fusion.patching.autocast import CudaAutocast
 
     def call(x: Tensor) -> torch.dtype:
         extra: dict[str, Any] = {"pow": {"exponent": 2}, "softmax": {"dim": -1}}.get(name, {})

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernel_fusion.core.activations import ACTIVATIONS
 from kernel_fusion.functional import bias_act, softmax
-from kernel_fusion.patching.agree import FLOATING, disagreement, is_floating, widened
-from kernel_fusion.patching.norm_fit import CudaAutocast
+from kernel_fusion.patching.agree import FLOATING, disagreement, is_floating
+from kernel_fusion.patching.autocast import CudaAutocast, widened
 from kernel_fusion.patching.stand_in import StandIn, arguments, generator, has_still, plain_settings
 from kernel_fusion.patching.swap import Plan
 
@@ -109,10 +109,14 @@ def _agrees(function: Callable[[Tensor], Any], name: str) -> bool:
     return all(disagreement(ours, function, ACTIVATIONS[name], [x.to(dtype)]) is None for dtype in FLOATING)
 
 
-def widens(function: Callable[[Tensor], Any]) -> bool:
-    """Whether CUDA's autocast makes its result fp32."""
+def known_activation(act: Any) -> tuple[str, bool] | None:
+    """The name of a module or function, and whether CUDA's autocast makes its result fp32; None if it is not ours."""
+    function = StandIn(act) if isinstance(act, nn.Module) else act
+    name = name_of(function)
+    if name is None:
+        return None
     with torch.no_grad(), CudaAutocast():
-        return bool(function(torch.ones(4, dtype=torch.bfloat16)).dtype == torch.float32)
+        return name, bool(function(torch.ones(4, dtype=torch.bfloat16)).dtype == torch.float32)
 
 
 def operations(function: Callable[[Tensor], Any]) -> int:
@@ -128,13 +132,13 @@ def fit_activation(module: nn.Module) -> ActivationForm | str | None:
     """The form of an activation module, the reason to leave it, or None if it is no activation."""
     if module._parameters or module._buffers or not arguments(type(module).forward):
         return None
-    stand_in = StandIn(module)
-    name = name_of(stand_in)
-    if name is None:
+    known = known_activation(module)
+    if known is None:
         return None
-    if operations(stand_in) == 1:
+    if operations(StandIn(module)) == 1:
         return "PyTorch computes it in one kernel"
-    return ActivationForm(name, plain_settings(module), widens(stand_in))
+    name, widens = known
+    return ActivationForm(name, plain_settings(module), widens)
 
 
 def fit_softmax(module: nn.Module) -> SoftmaxForm | str:

@@ -30,11 +30,6 @@ def is_floating(x: Any) -> bool:
     return has_shape(x) and x.dtype in FLOATING
 
 
-def widened(x: Tensor) -> Tensor:
-    """The tensor in fp32 under CUDA's autocast."""
-    return x.float() if x.is_cuda and torch.is_autocast_enabled("cuda") else x
-
-
 def attempt(function: Callable[..., Any], *inputs: Tensor) -> Tensor | None:
     """The tensor that unknown code returns; None if it raises."""
     try:

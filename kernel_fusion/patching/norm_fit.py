@@ -15,36 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from kernel_fusion.core.activations import ACTIVATIONS
 from kernel_fusion.patching.agree import FLOATING, SAME_ROUNDING, attempt, differing_bits, disagreement, same_function
+from kernel_fusion.patching.autocast import HALF, CudaAutocast
 from kernel_fusion.patching.norms import Case, Gate, Key, NormForm
 from kernel_fusion.patching.stand_in import StandIn, arguments, generator, plain_settings
 
-_HALF = (torch.bfloat16, torch.float16)
 _EPS = (1e-5, 1e-6, 1e-8, 1e-12, torch.finfo(torch.float32).eps)
 _ACTIVATIONS = sorted({*ACTIVATIONS, None}, key=lambda name: (name != "silu", name != "sigmoid", str(name)))
-
-
-class CudaAutocast(TorchFunctionMode):
-    """Applies CUDA autocast's rules for the functions that norms use to CPU tensors."""
-
-    WIDENED = frozenset(
-        {"pow", "__pow__", "__rpow__", "square", "sum", "prod", "cumsum", "norm", "vector_norm", "rsqrt", "reciprocal"}
-        | {"__rtruediv__", "exp", "log", "softplus", "softmax", "layer_norm", "rms_norm", "group_norm"}
-    )
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Widen a function's tensors if autocast would."""
-        if getattr(func, "__name__", "") in self.WIDENED:
-            args = tuple(_widened(value) for value in args)
-            kwargs = {name: _widened(value) for name, value in (kwargs or {}).items()}
-        return func(*args, **(kwargs or {}))
-
-
-def _widened(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype in _HALF else value
 
 
 def _normal(random: torch.Generator, *shape: int) -> Tensor:
@@ -220,7 +199,7 @@ def _agreed(examination: Examination, form: NormForm, key: Key, rounding: str) -
         y = attempt(examination.theirs, *inputs)
     if y is None or y.shape != inputs[0].shape:
         return None
-    kinds = ("once",) if key.input not in _HALF else ("once", "hf") if rounding == "match" else (rounding,)
+    kinds = ("once",) if key.input not in HALF else ("once", "hf") if rounding == "match" else (rounding,)
     candidates = [Case(kind, y.dtype) for kind in kinds]
     results = {case: attempt(examination.ours(form, case), *inputs) for case in candidates}
     off = {case: differing_bits(result, y) for case, result in results.items() if result is not None}

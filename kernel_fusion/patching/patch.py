@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from kernel_fusion.core import checks
 from kernel_fusion.patching import norm_fit, rewrite
-from kernel_fusion.patching.activations import fit_activation, fit_softmax, name_of, widens
+from kernel_fusion.patching.activations import fit_activation, fit_softmax, known_activation
 from kernel_fusion.patching.confirm import confirm
 from kernel_fusion.patching.norms import NormForm
 from kernel_fusion.patching.report import Line, Report
 from kernel_fusion.patching.rewrite import RewriteForm
 from kernel_fusion.patching.rewriter import Site
 from kernel_fusion.patching.rotary import ONCE, AnglesForm, confirm_rotary, fit_angles, fit_rotary
-from kernel_fusion.patching.sites import identity, is_dropout
-from kernel_fusion.patching.stand_in import StandIn, buffers, examining, settings
+from kernel_fusion.patching.sites import Act, identity, is_dropout
+from kernel_fusion.patching.stand_in import buffers, examining, settings
 from kernel_fusion.patching.swap import Plan, change, is_changed, original_class, plan_of, restore
 
 _TORCH_NORMS = (nn.LayerNorm, nn.RMSNorm)
@@ -266,20 +266,19 @@ class _Walk:
         self.turned.add(form.layout)
         return True
 
-    def _act(self, module: nn.Module, found: rewrite.Found, text: str) -> tuple[str, Any, str, bool] | None:
-        """The activation that a text in a method refers to: identity, name, whether autocast widens it."""
+    def _act(self, module: nn.Module, found: rewrite.Found, text: str) -> Act | None:
+        """The activation that a text in a method refers to."""
         act = _value(module, found, text)
         if isinstance(act, nn.Module):
             if next(act.children(), None) is not None or act._parameters or act._buffers or not _only_forward(act):
                 return None
-            name = self.once(("act", _kind(act)), lambda: name_of(StandIn(act)))
+            key: Any = _kind(act)
         elif isinstance(act, _FUNCTIONS) and not isinstance(getattr(act, "__self__", None), nn.Module):
-            name = self.once(("act", act), lambda: name_of(act))
+            key = act
         else:
             return None
-        if not name:
-            return None
-        return text, identity(act), name, widens(StandIn(act) if isinstance(act, nn.Module) else act)
+        known = self.once(("act", key), lambda: known_activation(act))
+        return Act(text, identity(act), *known) if known else None
 
 
 def _value(module: nn.Module, found: rewrite.Found, text: str) -> Any:

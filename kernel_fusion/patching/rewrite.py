@@ -23,6 +23,7 @@ from torch import nn
 from kernel_fusion.patching import rewriter, sites
 from kernel_fusion.patching.rewriter import Rewriter, Site
 from kernel_fusion.patching.rotary import turned
+from kernel_fusion.patching.sites import Act
 from kernel_fusion.patching.swap import Plan, original_class
 
 _SITES = {
@@ -104,7 +105,7 @@ def taken(found: Found, allowed: Set[Site]) -> set[Site]:
 def rewritten(found: Found, form: RewriteForm) -> Any:
     """The method with expressions replaced: those gated, normalised or turned by what the form names."""
     function = found.function
-    acts = {text: (known, name, wide) for text, known, name, wide in form.acts}
+    acts = {act.text for act in form.acts}
     tree = _parse(function)
     assert tree is not None
     Rewriter(*(members.__contains__ for members in (acts, form.sites, form.rotary))).body(tree)
@@ -118,7 +119,9 @@ def rewritten(found: Found, form: RewriteForm) -> Any:
     text = ast.unparse(ast.fix_missing_locations(factory))
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     code = next(c for c in compile(text, file, "exec").co_consts if isinstance(c, types.CodeType))
-    made = types.FunctionType(code, function.__globals__)(*_closure(function), sites.gated_by(acts), *_SITES.values())
+    made = types.FunctionType(code, function.__globals__)(
+        *_closure(function), sites.gated_by(form.acts), *_SITES.values()
+    )
     made.__defaults__, made.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
     made.__module__, made.__qualname__, made.__doc__ = function.__module__, function.__qualname__, function.__doc__
     made.__annotations__ = function.__annotations__
@@ -220,21 +223,21 @@ def _mangles(tree: ast.AST) -> bool:
 
 @dataclass(frozen=True)
 class RewriteForm(Plan):
-    """A class's expressions to replace: activations with identity and name, sites of norms, and functions of angles."""
+    """A class's expressions to replace: activations of gates, sites of norms, and functions of angles."""
 
-    acts: tuple[tuple[str, Any, str, bool], ...]
+    acts: tuple[Act, ...]
     sites: frozenset[Site]
     rotary: frozenset[tuple[str, int]]
 
     def __str__(self) -> str:
-        gates = [f"gated_act, activation={name!r}" for name in sorted({name for _, _, name, _ in self.acts})]
+        gates = [f"gated_act, activation={name!r}" for name in sorted({act.name for act in self.acts})]
         within = {site._replace(adds=False) for site in self.sites if site.adds and site.modulated}
         around = sorted(str(site) for site in self.sites - within)
         return "; ".join([*gates, *around, *(f"rope for {name}" for name, _ in sorted(self.rotary))])
 
     def methods(self, original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
         """The rewritten methods."""
-        acts = {text for text, *_ in self.acts}
+        acts = {act.text for act in self.acts}
         return {
             name: rewritten(found, self)
             for name, found in search(original_class(original)).items()

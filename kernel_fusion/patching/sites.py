@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kernel_fusion.functional import bound, gated_act
-from kernel_fusion.patching.agree import has_shape, is_floating, widened
+from kernel_fusion.patching.agree import has_shape, is_floating
+from kernel_fusion.patching.autocast import widened
 from kernel_fusion.patching.stand_in import settings
 from kernel_fusion.patching.swap import is_bare, original_class
+
+
+class Act(NamedTuple):
+    """An activation in a method: text, identity, our name, and whether CUDA's autocast widens it."""
+
+    text: str
+    known: Any
+    name: str
+    widens: bool
 
 
 def identity(act: Any) -> Any:
@@ -20,12 +30,12 @@ def identity(act: Any) -> Any:
     return (original_class(type(act)), settings(act)) if isinstance(act, nn.Module) else act
 
 
-def gated_by(acts: dict[str, tuple[Any, str, bool]]) -> Callable[[str, Any, Any, Any], Any]:
+def gated_by(acts: Iterable[Act]) -> Callable[[str, Any, Any, Any], Any]:
     """Make a function for `act(gate) * value`, in one pass for the examined activations."""
-    in_one_pass = {text: (known, bound.gated_act(gated_act, name), wide) for text, (known, name, wide) in acts.items()}
+    in_one_pass = {act.text: (act, bound.gated_act(gated_act, act.name)) for act in acts}
 
     def gated(text: str, act: Any, gate: Any, value: Any) -> Any:
-        known, gate_by, wide = in_one_pass[text]
+        (_, known, _, widens), gate_by = in_one_pass[text]
         if (
             not torch.compiler.is_compiling()  # the compiler fuses this itself
             and identity(act) == known
@@ -34,7 +44,7 @@ def gated_by(acts: dict[str, tuple[Any, str, bool]]) -> Callable[[str, Any, Any,
             and is_floating(value)
             and gate.shape == value.shape
         ):
-            return gate_by(widened(gate) if wide else gate, value)
+            return gate_by(widened(gate) if widens else gate, value)
         return act(gate) * value
 
     return gated
