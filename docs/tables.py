@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
+from math import dist
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -202,9 +203,9 @@ _STEPS = {
 _STEP_PAIRS = ("pytorch", "kf-patch"), ("torch.compile", "kf-compile")
 
 
-def steps(folder: Path, *files: str) -> Iterator[str]:
+def steps(folder: Path) -> Iterator[str]:
     """Training steps: ms of each contender, and PyTorch's and the compiler's over ours."""
-    cells = {name: cell for file in files for (name,), cell in cells_of(file, "configuration", folder=folder).items()}
+    cells = {name: cell for (name,), cell in cells_of("steps.json", "configuration", folder=folder).items()}
     measured = [provider for provider in _STEPS if any(provider in cell for cell in cells.values())]
     rows = []
     for name, cell in cells.items():
@@ -214,7 +215,7 @@ def steps(folder: Path, *files: str) -> Iterator[str]:
         rows.append([name, *columns, *gains])
     pairs = (f"{_STEPS[theirs]} ÷ {_STEPS[ours]}" for theirs, ours in _STEP_PAIRS)
     yield from table(["model", *(f"{_STEPS[provider]}, ms" for provider in measured), *pairs], rows)
-    yield sources(*files, folder=folder)
+    yield sources("steps.json", folder=folder)
     yield ""
 
 
@@ -257,21 +258,25 @@ def step_profile() -> Iterator[str]:
 
 
 def training() -> Iterator[str]:
-    """A training run: losses on the way, and how far a second run had the same."""
+    """A training run: losses on the way, how far a second run had the same, and how far runs lie apart."""
     file = "training-run.json"
+    runs = {(run["variant"], run["seed"]): run for run in json.loads((H100 / file).read_text())["runs"]}
     rows = []
-    for run in sorted(
-        json.loads((H100 / file).read_text())["runs"], key=lambda run: (run["seed"], -len(run["variant"]))
-    ):
+    for (variant, seed), run in sorted(runs.items(), key=lambda item: (item[0][1], item[0][0] == "patched")):
         losses, again = run["losses"], run["again"]
-        same = sum(a == b for a, b in zip(losses, again, strict=False))
-        assert same == len(again)
+        assert again == losses[: len(again)]
         step = run["steps"] // len(losses)
-        rows.append(
-            [f"{run['variant']}, seed {run['seed']}", *(f"{loss:.4f}" for loss in losses[::2]), f"step {step * same}"]
-        )
+        until = f"step {step * len(again)}"
+        rows.append([f"{variant}, seed {seed}", *(f"{loss:.4f}" for loss in losses[::2]), until])
     head = [f"step {step * at}" for at in range(1, len(losses) + 1, 2)]
     yield from table(["run", *head, "second run equal until"], rows)
+
+    def apart(a: tuple[str, int], b: tuple[str, int]) -> str:
+        return f"{dist(runs[a]['losses'], runs[b]['losses']) / len(losses) ** 0.5:.3f}"
+
+    ours = " and ".join(apart(("patched", seed), ("unpatched", seed)) for seed in (0, 1))
+    yield f"The two seeds lie {apart(('unpatched', 0), ('unpatched', 1))} apart, patched and unpatched runs {ours}."
+    yield ""
     yield sources(file, folder=H100)
     yield ""
 
@@ -299,10 +304,8 @@ TABLES: dict[tuple[str, str], Callable[[], Iterator[str]]] = {  # by page and na
         for direction in ("forward", "backward")
     },
     ("docs/measured.md", "host"): host,
-    ("docs/models.md", "steps"): partial(steps, H100, "steps.json"),
-    ("docs/training.md", "steps, H200"): partial(
-        steps, H200, *(f"steps/{name}.json" for name in ("llama-3-8b", "llama-1024", "others"))
-    ),
+    ("docs/models.md", "steps"): partial(steps, H100),
+    ("docs/training.md", "steps, H200"): partial(steps, H200),
     ("docs/training.md", "step memory"): step_memory,
     ("docs/models.md", "step profile"): step_profile,
     ("docs/training.md", "training"): training,

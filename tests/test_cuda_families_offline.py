@@ -230,7 +230,7 @@ _below_2_31 = st.integers(0, 31).flatmap(lambda bits: st.integers((1 << bits) >>
 
 
 @given(n=_below_2_31, d=_below_2_31.filter(bool), step=st.integers(-1, 1))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=2000, deadline=None)
 def test_fast_division(division: Any, n: int, d: int, step: int) -> None:
     """The quotient by multiplication is the quotient, for all below 2^31, and around multiples of the divisor."""
     near = min(max(n // d * d + step, 0), 2**31 - 1)
