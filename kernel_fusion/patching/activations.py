@@ -110,7 +110,7 @@ def _agrees(function: Callable[[Tensor], Any], name: str) -> bool:
 
 
 def known_activation(act: Any) -> tuple[str, bool] | None:
-    """The name of a module or function, and whether CUDA's autocast makes its result fp32; None if it is not ours."""
+    """The name of an activation, and whether CUDA's autocast makes its result fp32; None if it is not ours."""
     function = StandIn(act) if isinstance(act, nn.Module) else act
     name = name_of(function)
     if name is None:

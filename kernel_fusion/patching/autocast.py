@@ -1,4 +1,4 @@
-"""CUDA's autocast: imitated on CPU tensors for an examination, and followed in calls."""
+"""CUDA's autocast, imitated for examinations and followed in calls."""
 
 from __future__ import annotations
 
