@@ -104,6 +104,21 @@ def test_inductor_keeps_its_gates(inner: str, left: Fused, monkeypatch: pytest.M
     assert kf.compiler.fuse(graphs[0]) == left
 
 
+@pytest.mark.parametrize(("rows", "dynamic", "norms"), [(4, False, 0), (1 << 15, False, 1), (4, True, 1)])
+def test_a_compiler_keeps_small_norms_of_a_gpu(rows: int, dynamic: bool, norms: int) -> None:
+    """A device without kernels stands for the GPU; rows that may change are not counted, and no guard is added."""
+    found: list[Fused] = []
+
+    def keep(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        found.append(kf.compiler.fuse(gm, compiled=True))
+        return gm
+
+    compiled = torch.compile(nn.LayerNorm(64, device="meta"), backend=keep, dynamic=dynamic)
+    compiled(torch.empty(rows, 64, device="meta"))
+    compiled(torch.empty(rows + dynamic, 64, device="meta"))
+    assert found == [Fused(norms=norms)]
+
+
 @pytest.mark.slow
 def test_pass_of_inductor_fuses() -> None:
     """As Inductor's own pre-gradient pass it makes kernels of ours run, and its key is the same in every process."""

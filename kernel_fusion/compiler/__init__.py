@@ -16,7 +16,7 @@ from kernel_fusion.compiler.rewrite import Fused, fuse_graph
 __all__ = ["Fused", "backend", "fuse", "inductor_pass"]
 
 
-def fuse(gm: GraphModule, *, pointwise: bool = True) -> Fused:
+def fuse(gm: GraphModule, *, compiled: bool = False) -> Fused:
     r"""Replace additions, norms, gates and activations by fused operators, in a graph and its subgraphs, in place.
 
     .. math:: \mathrm{norm}(r + \mathrm{dropout}(x)),\quad \mathrm{act}(g) \cdot v,\quad \mathrm{act}(x + b)
@@ -30,9 +30,9 @@ def fuse(gm: GraphModule, *, pointwise: bool = True) -> Fused:
     Args:
         gm: the graph that Dynamo hands to a backend: calls of PyTorch's functions, not of ATen, with the shapes and
             dtypes of all values. Nodes without them are left alone.
-        pointwise: whether to replace gates and activations, too, and norms without a weight, which models modulate. A
-            compiler that fuses these itself, such as Inductor, makes one kernel of a norm and its modulation, and
-            launches its kernels with less time of the host than an operator.
+        compiled: whether a compiler that fuses, such as Inductor, gets the graph afterwards. Then these stay: gates and
+            activations; norms without a weight, which become one kernel with their modulation; and norms of less than
+            2 million elements on a GPU, for the compiler's kernels take the host less time than an operator.
 
     Returns:
         :class:`Fused`: how much was replaced.
@@ -58,7 +58,7 @@ def fuse(gm: GraphModule, *, pointwise: bool = True) -> Fused:
     fused = Fused()
     for module in gm.modules():
         if isinstance(module, GraphModule):
-            fused += fuse_graph(module.graph, pointwise=pointwise)
+            fused += fuse_graph(module.graph, compiled=compiled)
             module.recompile()
     return fused
 
@@ -66,7 +66,7 @@ def fuse(gm: GraphModule, *, pointwise: bool = True) -> Fused:
 def backend(inner: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
     """A backend of `torch.compile` that fuses and then calls another backend.
 
-    Inductor gets gates and activations as they are, because it fuses them itself; other backends get operators.
+    Inductor keeps what it fuses as well, see :func:`fuse`; other backends get operators.
 
     Args:
         inner: the other one, by name ("inductor", "aot_eager", "cudagraphs"...) or as a function.
@@ -86,7 +86,7 @@ def backend(inner: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
     def compile_fused(gm: GraphModule, example_inputs: list[Any], **options: Any) -> Any:
         from torch._dynamo.backends.registry import lookup_backend
 
-        fuse(gm, pointwise=inner != "inductor")
+        fuse(gm, compiled=inner == "inductor")
         return lookup_backend(inner)(gm, example_inputs, **options)
 
     return compile_fused

@@ -15,8 +15,8 @@ class FusionPass(CustomGraphPass):
     """`fuse` on each graph that Inductor is given; it passes subgraphs itself."""
 
     def __call__(self, graph: Graph) -> None:
-        """Change the graph in place; gates and activations Inductor fuses itself."""
-        fuse_graph(graph, pointwise=False)
+        """Change the graph in place."""
+        fuse_graph(graph, compiled=True)
 
     def uuid(self) -> Any:
         """A digest of the pass's sources, part of Inductor's cache keys."""

@@ -167,7 +167,7 @@ def _written_out(rsqrt: Node) -> Norm | None:
     dtype = compute_dtype(tensor.dtype)
     if result.dtype != dtype or result.shape != tensor.shape or known(wide).dtype != dtype:
         return None
-    # The conversion of h stays if it has other readers.
+    # Other readers keep the conversion of h.
     own = (wide,) if source and set(wide.users) <= {*inner, normalized} else ()
     plain = Norm(h, normalized, (*own, *inner, rsqrt), True, eps, dtype)
     return _with_weight(plain, tensor.dtype)
