@@ -43,7 +43,12 @@ def operators(program: Any) -> list[str]:
 def computed(program: Any, inputs: Any, tmp_path: Path) -> list[Tensor]:
     """ONNX Runtime's results."""
     program.save(tmp_path / "model.onnx")
-    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    return run_file(tmp_path / "model.onnx", inputs)
+
+
+def run_file(file: Path, inputs: Any) -> list[Tensor]:
+    """The same of an exported file."""
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
     named = {i.name: t.detach().numpy() for i, t in zip(session.get_inputs(), inputs, strict=True)}
     return [torch.from_numpy(result) for result in session.run(None, named)]
 
@@ -73,6 +78,23 @@ def test_every_module(name: str, tmp_path: Path) -> None:
 
     with torch.no_grad():
         assert_as_accurate(tuple(ours), theirs, *inputs)
+
+
+@pytest.mark.filterwarnings("ignore:(You are using the legacy|The feature will be removed):DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("name", MODULES)
+def test_the_older_exporter(name: str, tmp_path: Path) -> None:
+    """Where the definitions run, PyTorch's tracing exporter takes them; it knows no way to write norms in groups."""
+    module, inputs = made(name, EAGER)
+    file = tmp_path / "model.onnx"
+    with kf.use_backend("eager"), torch.no_grad():
+        theirs = module.eval()(*inputs)
+        if getattr(module, "group_size", None):
+            with pytest.raises(torch.onnx.errors.UnsupportedOperatorError, match="_unsafe_view"):
+                torch.onnx.export(module, tuple(inputs), file, dynamo=False)
+            return
+        torch.onnx.export(module, tuple(inputs), file, dynamo=False, opset_version=20)
+    torch.testing.assert_close(tuple(run_file(file, inputs)), tuple(pytree.tree_leaves(theirs)), rtol=1e-5, atol=1e-5)
 
 
 # Each norm in one dtype and between dtypes; with an offset, without parameters, over two dimensions. The exporter

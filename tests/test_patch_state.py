@@ -496,6 +496,14 @@ def test_an_export_has_the_operations_of_the_unpatched_model() -> None:
     assert "kernel_fusion" not in str(torch.export.export(model, (x,)).graph)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.*` is (deprecated|not supported)")
+def test_a_trace_has_the_operations_of_the_unpatched_model() -> None:
+    """So ONNX's older exporter, which traces, takes a patched model."""
+    model, x = nn.Sequential(Summed(nn.LayerNorm(16)), Gated(nn.SiLU()), nn.RMSNorm(16), Swish()), torch.randn(2, 16)
+    assert len(kf.patch(model).replaced) >= 4
+    assert "kernel_fusion::" not in str(torch.jit.trace(model, x).inlined_graph)
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 @pytest.mark.parametrize("model", [nn.LayerNorm(16), Call(F.silu), Summed(nn.LayerNorm(16)), Gated(nn.SiLU())], ids=str)
 def test_nested_tensors_without_a_shape(model: nn.Module) -> None:

@@ -18,7 +18,7 @@ from kernel_fusion.functional import bias_act, softmax
 from kernel_fusion.patching.agree import FLOATING, disagreement, is_floating
 from kernel_fusion.patching.autocast import CudaAutocast, widened
 from kernel_fusion.patching.stand_in import StandIn, arguments, generator, has_still, plain_settings
-from kernel_fusion.patching.swap import Plan
+from kernel_fusion.patching.swap import Plan, is_captured
 
 # Any two of our activations differ somewhere by 3e-4; two fp32 spellings of one differ by less than this.
 _SAME = 1e-5
@@ -39,7 +39,7 @@ class ActivationForm(Plan):
         """The methods of a patched activation."""
 
         def forward(self_: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            ours = not torch.compiler.is_compiling() and len(args) == 1 and not kwargs and is_floating(args[0])
+            ours = not is_captured() and len(args) == 1 and not kwargs and is_floating(args[0])
             if not ours or not has_still(self_, self.settings):
                 return original.forward(self_, *args, **kwargs)
             return bias_act(widened(args[0]) if self.widens else args[0], None, self.name)
@@ -61,7 +61,7 @@ class SoftmaxForm(Plan):
             dim = self_.dim
             last = isinstance(dim, int) and dim in (-1, input.dim() - 1)
             autocast = not input.is_meta and torch.is_autocast_enabled(input.device.type)  # PyTorch returns fp32
-            if torch.compiler.is_compiling() or autocast or not last or not is_floating(input):
+            if is_captured() or autocast or not last or not is_floating(input):
                 return original.forward(self_, input)  # type: ignore[no-any-return]
             return softmax(input, -1)
 

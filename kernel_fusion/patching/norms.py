@@ -1,7 +1,7 @@
 """Patched norms: the form that was found, and the forward that computes it.
 
 A form has a case for each pair of dtypes (input, weight) in which the module and our verb agree. All other calls run
-the module's own forward: of other dtypes or arguments, under an unexamined autocast, in torch.compile, which fuses it.
+the module's own forward: of other dtypes or arguments, under an unexamined autocast, or captured, as by torch.compile.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 
 from kernel_fusion.core.spec import rounding_for
 from kernel_fusion.functional import bound, gated_norm, modulated_norm, row_norm
 from kernel_fusion.patching.agree import has_shape
 from kernel_fusion.patching.stand_in import has_still
-from kernel_fusion.patching.swap import Plan
+from kernel_fusion.patching.swap import Plan, is_captured
 
 
 class Gate(NamedTuple):
@@ -144,7 +143,7 @@ def _forward(form: NormForm, original: type[nn.Module]) -> Callable[..., Any]:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The norm."""
-        if not is_compiling() and len(args) == 1 and not kwargs and (num_dims := form.num_dims(x := args[0])):
+        if not is_captured() and len(args) == 1 and not kwargs and (num_dims := form.num_dims(x := args[0])):
             weight, bias, eps = form.parts(self)
             if (norm := _of_call(norms, x, weight)) and (not settings or has_still(self, settings)):
                 return norm(x, num_dims, weight, bias, eps)
@@ -204,7 +203,7 @@ def _gated_forward(form: NormForm, original: type[nn.Module]) -> Callable[..., A
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         gate = args[1] if len(args) == 2 else kwargs.get(gating.name)
-        ours = not is_compiling() and args and len(args) + len(kwargs) == 2
+        ours = not is_captured() and args and len(args) + len(kwargs) == 2
         num_dims = form.num_dims(args[0]) if ours else 0
         if num_dims and isinstance(gate, Tensor):
             (x, *_), (weight, bias, eps) = args, form.parts(self)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from kernel_fusion.functional.rotary import rotate
 from kernel_fusion.patching.agree import FLOATING, attempt, differing_bits, disagreement
 from kernel_fusion.patching.stand_in import StandIn, arguments, examining, generator
-from kernel_fusion.patching.swap import Plan, is_bare
+from kernel_fusion.patching.swap import Plan, is_bare, is_captured
 
 _MARK = "_kf_angles"
 _COLUMNS = 16  # of made-up heads
@@ -63,7 +63,7 @@ class AnglesForm(Plan):
 
         def forward(self_: nn.Module, *args: Any, **kwargs: Any) -> Any:
             found = original.forward(self_, *args, **kwargs)
-            if isinstance(found, tuple) and not torch.compiler.is_compiling():
+            if isinstance(found, tuple) and not is_captured():
                 for t in found:
                     if type(t) is Tensor and not t.requires_grad:
                         setattr(t, _MARK, Mark(self.layout, halve(t).contiguous(), _version(t)))
@@ -244,7 +244,7 @@ def _joined(results: Any) -> Tensor:
 
 def turned(function: Any, *args: Any, **kwargs: Any) -> Any:
     """One pass if that is the same, else the function."""
-    if not torch.compiler.is_compiling() and (not isinstance(function, nn.Module) or is_bare(function)):
+    if not is_captured() and (not isinstance(function, nn.Module) or is_bare(function)):
         form = fit_rotary(function, len(args) - 2)
         if form is not None and (found := form.call(*args, **kwargs)) is not None:
             return found

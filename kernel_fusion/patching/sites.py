@@ -13,7 +13,7 @@ from kernel_fusion.functional import bound, gated_act
 from kernel_fusion.patching.agree import has_shape, is_floating
 from kernel_fusion.patching.autocast import widened
 from kernel_fusion.patching.stand_in import settings
-from kernel_fusion.patching.swap import is_bare, original_class
+from kernel_fusion.patching.swap import is_bare, is_captured, original_class
 
 
 class Act(NamedTuple):
@@ -37,7 +37,7 @@ def gated_by(acts: Iterable[Act]) -> Callable[[str, Any, Any, Any], Any]:
     def gated(text: str, act: Any, gate: Any, value: Any) -> Any:
         (_, known, _, widens), gate_by = in_one_pass[text]
         if (
-            not torch.compiler.is_compiling()  # the compiler fuses this itself
+            not is_captured()
             and identity(act) == known
             and (not isinstance(act, nn.Module) or is_bare(act))
             and is_floating(gate)
@@ -107,8 +107,8 @@ def _modulated(y: Any, scale: Any, shift: Any) -> Any:
 
 
 def _method(norm: Any, name: str) -> Any:
-    """The method for a site of a norm that is patched and has no hooks, outside the compiler."""
-    if torch.compiler.is_compiling():  # which fuses this itself
+    """The method for a site of a norm that is patched and has no hooks, in a call that nothing captures."""
+    if is_captured():
         return None
     method = type(norm).__dict__.get(name)  # not of a class that somebody made of a changed one
     return method if method is not None and is_bare(norm) else None

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -77,6 +78,11 @@ def changed_class(original: Any, plan: Plan) -> type[nn.Module]:
 def _new(original: Any, plan: Plan, *args: Any) -> nn.Module:
     kind = changed_class(original, plan)
     return kind.__new__(kind, *args)
+
+
+def is_captured() -> bool:
+    """Whether torch.compile, torch.export or `torch.jit.trace` records the call; they get the module's own code."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
 
 
 def is_bare(module: nn.Module) -> bool:
