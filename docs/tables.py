@@ -203,9 +203,9 @@ _STEPS = {
 _STEP_PAIRS = ("pytorch", "kf-patch"), ("torch.compile", "kf-compile")
 
 
-def steps(folder: Path) -> Iterator[str]:
+def steps() -> Iterator[str]:
     """Training steps: ms of each contender, and PyTorch's and the compiler's over ours."""
-    cells = {name: cell for (name,), cell in cells_of("steps.json", "configuration", folder=folder).items()}
+    cells = {name: cell for (name,), cell in cells_of("steps.json", "configuration").items()}
     measured = [provider for provider in _STEPS if any(provider in cell for cell in cells.values())]
     rows = []
     for name, cell in cells.items():
@@ -215,14 +215,14 @@ def steps(folder: Path) -> Iterator[str]:
         rows.append([name, *columns, *gains])
     pairs = (f"{_STEPS[theirs]} ÷ {_STEPS[ours]}" for theirs, ours in _STEP_PAIRS)
     yield from table(["model", *(f"{_STEPS[provider]}, ms" for provider in measured), *pairs], rows)
-    yield sources("steps.json", folder=folder)
+    yield sources("steps.json")
     yield ""
 
 
 def step_memory() -> Iterator[str]:
     """Training steps: the peak of the memory and what autograd keeps, in GB, and how far losses are off PyTorch's."""
     rows, off = [], Counter[str]()
-    for (name,), cell in cells_of("steps.json", "configuration", folder=H100).items():
+    for (name,), cell in cells_of("steps.json", "configuration").items():
         memory = {
             provider: " / ".join(f"{m[kind] / 1e9:.1f}" for kind in ("training_memory_bytes", "saved_bytes"))
             for provider, m in cell.items()
@@ -231,7 +231,7 @@ def step_memory() -> Iterator[str]:
         for provider, m in cell.items():
             off[provider] = max(off[provider], m["max_abs_error_loss"] / m["loss"])
     yield from table(["model", *_STEPS.values()], rows)
-    yield sources("steps.json", folder=H100)
+    yield sources("steps.json")
     yield ""
     worst = ", ".join(f"{name} {100 * off[provider]:.3f} %" for provider, name in _STEPS.items() if off[provider])
     yield f"Losses of the first step are off PyTorch's by at most: {worst}."
@@ -258,26 +258,25 @@ def step_profile() -> Iterator[str]:
 
 
 def training() -> Iterator[str]:
-    """A training run: losses on the way, how far a second run had the same, and how far runs lie apart."""
+    """A training run: losses on the way and afterwards, whether a second run had the same, how far runs lie apart."""
     file = "training-run.json"
-    runs = {(run["variant"], run["seed"]): run for run in json.loads((H100 / file).read_text())["runs"]}
+    runs = {(run["seed"], run["variant"]): run for run in json.loads((H200 / file).read_text())["runs"]}
     rows = []
-    for (variant, seed), run in sorted(runs.items(), key=lambda item: (item[0][1], item[0][0] == "patched")):
-        losses, again = run["losses"], run["again"]
-        assert again == losses[: len(again)]
-        step = run["steps"] // len(losses)
-        until = f"step {step * len(again)}"
-        rows.append([f"{variant}, seed {seed}", *(f"{loss:.4f}" for loss in losses[::2]), until])
-    head = [f"step {step * at}" for at in range(1, len(losses) + 1, 2)]
-    yield from table(["run", *head, "second run equal until"], rows)
+    for (seed, variant), run in sorted(runs.items(), key=lambda item: (item[0][0], item[0][1] == "patched")):
+        curve, ends = run["curve"], range(len(run["curve"]) // 4, len(run["curve"]) + 1, len(run["curve"]) // 4)
+        losses = (f"{loss:.4f}" for loss in (*(curve[end - 1] for end in ends), run["held_out"]))
+        rows.append([f"{variant}, seed {seed}", *losses, "the same bits" if run["repeats"] else "other bits"])
+    head = [f"step {end * run['steps'] // len(curve)}" for end in ends]
+    yield from table(["run", *head, "other text", "second run"], rows)
 
-    def apart(a: tuple[str, int], b: tuple[str, int]) -> str:
-        return f"{dist(runs[a]['losses'], runs[b]['losses']) / len(losses) ** 0.5:.3f}"
+    def apart(*pair: tuple[int, str]) -> str:
+        a, b = (runs[each]["curve"] for each in pair)
+        return f"{dist(a, b) / len(a) ** 0.5:.4f}"
 
-    ours = " and ".join(apart(("patched", seed), ("unpatched", seed)) for seed in (0, 1))
-    yield f"The two seeds lie {apart(('unpatched', 0), ('unpatched', 1))} apart, patched and unpatched runs {ours}."
+    ours = " and ".join(apart((seed, "patched"), (seed, "unpatched")) for seed in (0, 1))
+    yield f"The two seeds lie {apart((0, 'unpatched'), (1, 'unpatched'))} apart, patched and unpatched runs {ours}."
     yield ""
-    yield sources(file, folder=H100)
+    yield sources(file)
     yield ""
 
 
@@ -304,8 +303,7 @@ TABLES: dict[tuple[str, str], Callable[[], Iterator[str]]] = {  # by page and na
         for direction in ("forward", "backward")
     },
     ("docs/measured.md", "host"): host,
-    ("docs/models.md", "steps"): partial(steps, H100),
-    ("docs/training.md", "steps, H200"): partial(steps, H200),
+    ("docs/models.md", "steps"): steps,
     ("docs/training.md", "step memory"): step_memory,
     ("docs/models.md", "step profile"): step_profile,
     ("docs/training.md", "training"): training,
