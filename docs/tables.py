@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from math import dist
-from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
