@@ -117,6 +117,7 @@ def test_why_triton_is_not_available(gpu: pytest.MonkeyPatch) -> None:
     gpu.setattr(torch.xpu, "is_available", lambda: False)
     assert availability.why_not_triton(GPU) is None
     assert "in the interpreter alone" in (availability.why_not_triton(torch.device("cpu")) or "")
+    assert availability.why_not_triton(torch.device("meta")) == "the input is on meta"
     assert availability.why_not_triton(torch.device("xpu")) == "PyTorch sees no xpu device"
     gpu.setattr(torch.cuda, "is_available", lambda: False)
     assert availability.why_not_triton(None) == "PyTorch sees no cuda or xpu device"

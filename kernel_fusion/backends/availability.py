@@ -55,7 +55,8 @@ def _has_triton() -> bool:
 def _no_device_for_triton(device: torch.device | None) -> str | None:
     types = [device.type] if device is not None else ["cuda", "xpu"]
     if not any(t in ("cuda", "xpu") for t in types):
-        return f"the input is on {device}, and its kernels run there in the interpreter alone (TRITON_INTERPRET=1)"
+        interpreted = ", and its kernels run there in the interpreter alone (TRITON_INTERPRET=1)"
+        return f"the input is on {device}" + (interpreted if types == ["cpu"] else "")
     if not any(getattr(torch, t).is_available() for t in types if t in ("cuda", "xpu")):
         return f"PyTorch sees no {' or '.join(types)} device"
     return None
