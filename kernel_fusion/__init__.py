@@ -76,4 +76,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})  # names that are imported when read, too
+    return sorted({*globals(), *__all__, *_MODULES})  # names that are imported when read, too
