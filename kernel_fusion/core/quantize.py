@@ -34,7 +34,7 @@ NO_CODES = Codes()
 
 @dataclass(frozen=True, eq=False)
 class Quantize:
-    r"""Asks a norm, with whatever stages, or :func:`gated_act` for codes and scales, as its `out_dtype`.
+    r"""As the `out_dtype` of a norm, with any stages, or of :func:`gated_act`, asks for codes and scales.
 
     .. math:: \mathrm{code} = \mathrm{round}(\mathrm{clamp}(v / s)), \qquad s = \max |v| \,/\, \mathrm{largest\ code}
 

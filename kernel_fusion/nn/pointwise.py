@@ -165,16 +165,17 @@ class FusedGatedAct(nn.Module):
         activation: one of `kernel_fusion.ACTIVATIONS`, or None.
         dim: the dimension in which one input holds both, the gate first: `gate, value = input.chunk(2, dim)`. (In
             `torch.nn.GLU` the gate is the second half.)
-        features: n, the size of the output in that dimension. One input is refused if it has not 2n, as a rank's part
-            has under tensor parallelism. Without it such a part is refused in training, and a warning in inference.
+        features: n, the size of the output in that dimension. One input that does not have 2n there is refused, such
+            as a rank's part under tensor parallelism. Without `features`, training refuses such a part, and inference
+            warns.
 
     Shape: input with 2n elements in dimension `dim`, output with n; or gate and value of shapes that broadcast, output
     of their common shape. The halves are read where they lie.
 
     Raises:
         ValueError: an unknown activation.
-        RuntimeError, IndexError: an input that has no two halves, in the words of `torch.nn.GLU`; RuntimeError: it has
-            not 2n elements there, or is known to be a rank's part whose halves lie on different ranks.
+        RuntimeError, IndexError: an input that has no two halves, in the words of `torch.nn.GLU`; RuntimeError: it does
+            not have 2n elements there, or is known to be a rank's part whose halves lie on different ranks.
 
     Example:
         >>> import torch, kernel_fusion as kf
