@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernel_fusion.backends import eager
 from kernel_fusion.core import checks
 from kernel_fusion.core.quantize import Quantize
 from kernel_fusion.core.spec import rounding_for
@@ -141,13 +140,11 @@ def _gated(verb: str, input: Tensor, gate: Tensor, norm: Norm, gating: _Gating, 
     if gate is None:
         raise TypeError(f"`{verb}`: `gate` must be a tensor, got None; without one the verb is `{verb[6:]}`")
     try:
-        shape, eps = resolved(verb, input, norm)
+        shape, eps = resolved(verb, input, norm, affine=group_size is not None)
         serve = operator(verb, "staged_row_norm", backend, input, gate)
         x, g, w, b = input, gate, weight, bias
         grouped = group_size is not None and not (weight is None and bias is None)
         if group_size is not None:
-            if not checks.parameters_fit(shape, weight, bias):  # of which those of groups would be made
-                eager.pytorch_row_norm(input, shape, weight, bias, eps, 0.0, None, verb.endswith("rms_norm"))  # raises
             checks.group_size(verb, shape, group_size)
             checks.other_row(verb, "gate", input, gate)
             x, g = (t.unflatten(-1, (-1, group_size)) for t in (x, g))

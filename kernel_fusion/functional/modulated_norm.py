@@ -253,9 +253,7 @@ def _modulated(
         usual = backend is None and state.backend is None and not is_compiling()  # whose sizes may be symbols
         if usual and _is_usual(input, residual, norm, modulation):
             return _usual(input, residual, norm[3], modulation, (pre, post, stages[2]), verb.endswith("rms_norm"))
-        shape, eps = resolved(verb, input, norm)
-        if not checks.parameters_fit(shape, weight, bias):
-            eager.pytorch_row_norm(input, shape, weight, bias, eps, 0.0, None, verb.endswith("rms_norm"))  # raises
+        shape, eps = resolved(verb, input, norm, affine=True)
         for name in ("scale", "shift", "gate"):
             checks.modulation(verb, name, rows[name], input, len(shape))
         checks.other_row(verb, "residual", input, residual)

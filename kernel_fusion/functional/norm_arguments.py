@@ -42,11 +42,11 @@ def ends_with(input: Tensor, shape: Sequence[int]) -> bool:
     return integers and 0 < len(shape) <= input.dim() and input.shape[input.dim() - len(shape) :] == tuple(shape)
 
 
-def resolved(verb: str, input: Tensor, norm: Norm) -> tuple[tuple[int, ...], float | None]:
-    """The normalised sizes and eps; raises, in PyTorch's words, where the input does not end with the sizes."""
+def resolved(verb: str, input: Tensor, norm: Norm, affine: bool = False) -> tuple[tuple[int, ...], float | None]:
+    """The normalised sizes and eps; raises, in PyTorch's words, if input or, with `affine`, parameters have others."""
     normalized_shape, weight, bias, eps, _, _ = norm
     shape, rms = sizes(normalized_shape), verb.endswith("rms_norm")
-    if not shape or tuple(input.shape[input.dim() - len(shape) :]) != shape:
+    if not ends_with(input, shape) or (affine and not checks.parameters_fit(shape, weight, bias)):
         eager.pytorch_row_norm(input, shape, weight, bias, eps, 0.0, None, rms)
     return shape, schemas.default_eps(input) if eps is None and rms else eps
 
