@@ -16,10 +16,10 @@ import torch
 from torch.fx import Node
 
 from kernel_fusion.compiler.nodes import arguments, cast_to, known, name_of, only_user, value
+from kernel_fusion.core.checks import FLOATING
 from kernel_fusion.core.spec import compute_dtype
+from kernel_fusion.core.stages import Given, norm_call
 from kernel_fusion.operators import schemas
-
-FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,11 @@ class Norm:
     def first(self) -> Node:
         """Its first node."""
         return min((self.out, *self.inner))
+
+    @property
+    def affine(self) -> tuple[Any, ...]:
+        """The operators' arguments after h."""
+        return self.num_dims, self.weight, self.bias, self.eps, self.weight_offset, self.out_dtype
 
     @property
     def operands(self) -> list[Node]:
@@ -135,18 +140,16 @@ def _ours(node: Node) -> Norm | None:
 
 
 def _staged(node: Node) -> Norm | None:
-    """The first result of a norm's operator with `rounding` or `activation`, if it has no other stage."""
+    """The first result of a norm's operator whose only stages are `rounding` and `activation`."""
     staged, index = node.args
     if index != 0 or not isinstance(staged, Node) or staged.target is not schemas.overload("staged_row_norm"):
         return None
-    names = [argument.name for argument in staged.target._schema.arguments]
-    given = dict(zip(names, schemas.bind(staged.target, staged.args, dict(staged.kwargs)), strict=True))
-    result = value(node)
-    other = given["residual"] or given["gate"] or given["seed"] or given["pre_activation"] != "identity"
-    if other or result is None or len(staged.users) != 1:
+    given: Any = norm_call(*schemas.bind(staged.target, staged.args, dict(staged.kwargs)))
+    h, residual, num_dims, weight, bias, eps, offset, _, rms, stages = given
+    result, kept = value(node), {"rounding": stages.rounding, "activation": stages.activation}
+    if residual is not None or Given(**kept) != stages or result is None or len(staged.users) != 1:
         return None
-    kept = ("rms", "eps", "num_dims", "weight", "bias", "weight_offset", "rounding", "activation")
-    return Norm(given["input"], node, (staged,), out_dtype=result.dtype, **{name: given[name] for name in kept})
+    return Norm(h, node, (staged,), rms, eps, result.dtype, num_dims, weight, bias, offset, **kept)
 
 
 def _written_out(rsqrt: Node) -> Norm | None:
@@ -253,9 +256,7 @@ def _times_weight(norm: Norm, rounding: str) -> Norm | None:
 
 
 def _weight(factor: Any, exact: bool) -> tuple[Node, float, tuple[Node, ...]] | None:
-    """From w, w.float() or 1 + w.float(): the parameter, its offset, and the nodes of the sum, which is in the compute
-    type.
-    """
+    """From w, w.float() or 1 + w.float(): the parameter, its offset, and the sum's nodes, in the compute type."""
     offset, derived = 0.0, []
     if plus := arguments(factor, "add"):
         terms = (plus["input"], plus["other"])
@@ -267,13 +268,8 @@ def _weight(factor: Any, exact: bool) -> tuple[Node, float, tuple[Node, ...]] | 
         derived.append(factor)
         offset, factor = float(number), wide
     source = cast_to(factor) if exact else None
-    if source is not None and compute_dtype(_dtype(source[0])) == source[1]:
+    if source is not None and compute_dtype(known(source[0]).dtype) == source[1]:
         derived.append(factor)
         factor = source[0]
     tensor = value(factor)
     return (factor, offset, tuple(derived)) if tensor is not None and tensor.dim() == 1 else None
-
-
-def _dtype(node: Node) -> torch.dtype:
-    tensor = value(node)
-    return torch.bool if tensor is None else tensor.dtype

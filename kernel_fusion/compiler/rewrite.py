@@ -20,8 +20,9 @@ from torch.fx import Graph, Node
 from kernel_fusion.backends import eager
 from kernel_fusion.compiler import norms
 from kernel_fusion.compiler.nodes import activation, arguments, clear_between, known, only_user, same_shape, value
-from kernel_fusion.compiler.norms import FLOATING, Norm
+from kernel_fusion.compiler.norms import Norm
 from kernel_fusion.core.activations import IDENTITY
+from kernel_fusion.core.checks import FLOATING
 from kernel_fusion.core.spec import compute_dtype
 from kernel_fusion.operators import schemas
 
@@ -154,10 +155,8 @@ def _replace_add_norm(graph: Graph, norm: Norm, addition: _Addition) -> None:
 def _replace_norm(graph: Graph, norm: Norm) -> None:
     with graph.inserting_before(norm.out):
         if norm.rounding == "once":
-            parameters = (norm.num_dims, norm.weight, norm.bias, norm.eps, norm.weight_offset, norm.out_dtype)
-            y = _call(
-                graph, schemas.overload("rms_norm" if norm.rms else "layer_norm"), (norm.h, *parameters), norm.out
-            )
+            plain = schemas.overload("rms_norm" if norm.rms else "layer_norm")
+            y = _call(graph, plain, (norm.h, *norm.affine), norm.out)
         else:
             staged, y = _staged(graph, norm, norm.h, None, 0.0)
             staged.meta["example_value"] = (value(norm.out), known(norm.h).new_empty(0))
@@ -168,9 +167,9 @@ def _replace_norm(graph: Graph, norm: Norm) -> None:
 def _staged(graph: Graph, norm: Norm, x: Node, residual: Node | None, dropout_p: float) -> tuple[Node, Node]:
     """Insert the operator of staged norms; returns it and its first result."""
     seed = _seed(graph, x) if dropout_p > 0.0 else None
-    affine = (norm.num_dims, norm.weight, norm.bias, norm.eps, norm.weight_offset, norm.out_dtype, norm.rms)
     stages = (IDENTITY, norm.activation, dropout_p, seed, norm.rounding)
-    staged = _call(graph, schemas.overload("staged_row_norm"), (x, residual, *affine, *stages), norm.out)
+    args = (x, residual, *norm.affine, norm.rms, *stages)
+    staged = _call(graph, schemas.overload("staged_row_norm"), args, norm.out)
     return staged, _call(graph, getitem, (staged, 0), norm.out)
 
 
