@@ -203,44 +203,15 @@ def rounding(verb: str, rounding: str, *others: str) -> None:
         raise ValueError(f"`{verb}`: `rounding` must be one of {', '.join(map(repr, choices))}, got {rounding!r}")
 
 
-def out_dtype(verb: str, value: object) -> None:
-    """Raise unless a result can have it."""
-    expected, fits = _KINDS["out_dtype"]
-    if not fits(value) or isinstance(value, Quantize):
-        raise TypeError(f"`{verb}`: `out_dtype` must be {expected}, got {described(value)}")
-
-
 def dropout_p(verb: str, argument: str, p: float) -> None:
     """Raise unless it is a probability."""
     try:
         fits = 0.0 <= p <= 1.0
     except TypeError:
-        number(verb, argument, p)
+        of_kind(verb, argument, p, NUMBER)
         raise
     if not fits:
         raise ValueError(f"`{verb}`: `{argument}` must be a probability between 0 and 1, got {p}")
-
-
-def number(verb: str, argument: str, value: object) -> None:
-    """Raise unless it is one."""
-    if not _is_number(value):
-        raise TypeError(f"`{verb}`: `{argument}` must be a number, got {described(value)}")
-
-
-def flag(verb: str, argument: str, value: object) -> None:
-    """Raise unless it stands for a bool."""
-    if not hasattr(value, "__bool__"):
-        raise TypeError(f"`{verb}`: `{argument}` must be a bool, got {described(value)}")
-
-
-def dimension(verb: str, argument: str, value: object) -> None:
-    """Raise unless it is an integer."""
-    if not (isinstance(value, int) or hasattr(value, "__index__")):
-        raise TypeError(f"`{verb}`: `{argument}` must be an int, got {described(value)}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) or hasattr(value, "__float__")  # Dynamo asks this of no symbol
 
 
 def _is_size(value: Any) -> bool:
@@ -252,19 +223,31 @@ def _is_size(value: Any) -> bool:
 
 REFUSALS = (TypeError, RuntimeError, AttributeError)
 
-# Requirements for numbers, shapes and dtypes.
-_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "eps": ("a number", _is_number),
-    "weight_offset": ("a number", _is_number),
-    "scale": ("a number", _is_number),
+# What errors call a kind of value, and which values are; Dynamo asks no symbol for attributes.
+_Kind = tuple[str, Callable[[Any], bool]]
+NUMBER: _Kind = ("a number", lambda v: isinstance(v, (int, float)) or hasattr(v, "__float__"))
+INT: _Kind = ("an int", lambda v: isinstance(v, int) or hasattr(v, "__index__"))
+BOOL: _Kind = ("a bool", lambda v: hasattr(v, "__bool__"))
+DTYPE: _Kind = ("a torch.dtype or None", lambda v: v is None or isinstance(v, torch.dtype))
+_KINDS: dict[str, _Kind] = {
+    "eps": NUMBER,
+    "weight_offset": NUMBER,
+    "scale": NUMBER,
     "normalized_shape": ("an int or a sequence of ints", _is_size),
     "group_size": ("an int or None", lambda v: v is None or hasattr(v, "__index__")),
     "dim": ("an int, a sequence of ints or None", lambda v: v is None or _is_size(v)),
-    "keepdim": ("a bool", lambda v: hasattr(v, "__bool__")),
-    "causal": ("a bool", lambda v: hasattr(v, "__bool__")),
-    "out_dtype": ("a torch.dtype or None", lambda v: v is None or isinstance(v, (torch.dtype, Quantize))),
-    "dtype": ("a torch.dtype or None", lambda v: v is None or isinstance(v, torch.dtype)),
+    "keepdim": BOOL,
+    "causal": BOOL,
+    "out_dtype": (DTYPE[0], lambda v: v is None or isinstance(v, (torch.dtype, Quantize))),
+    "dtype": DTYPE,
 }
+
+
+def of_kind(verb: str, argument: str, value: object, kind: _Kind) -> None:
+    """Raise unless it is."""
+    expected, fits = kind
+    if not fits(value):
+        raise TypeError(f"`{verb}`: `{argument}` must be {expected}, got {described(value)}")
 
 
 def explain(verb: str, error: Exception, tensors: dict[str, Any], *, broadcast: bool = False, **others: Any) -> None:
@@ -287,9 +270,7 @@ def explain(verb: str, error: Exception, tensors: dict[str, Any], *, broadcast: 
         if getattr(value, "is_nested", False):
             return
     for name, value in others.items():
-        expected, fits = _KINDS[name]
-        if not fits(value):
-            raise TypeError(f"`{verb}`: `{name}` must be {expected}, got {described(value)}") from error
+        of_kind(verb, name, value, _KINDS[name])
     if str(error).startswith("`"):
         return  # ours
     if broadcast and not _broadcast(*(value.shape for value in there.values())):

@@ -60,7 +60,7 @@ def softmax(
         return interop.served(softmax, input, dim, scale=scale, mask=mask, causal=causal, backend=backend)  # type: ignore[no-any-return]
     if input.dim() == 0:
         return softmax(input[None], dim, scale=scale, mask=mask, backend=backend)[0]
-    checks.dimension("softmax", "dim", dim)
+    checks.of_kind("softmax", "dim", dim, checks.INT)
     if not -input.dim() <= dim < input.dim():
         raise IndexError(
             f"Dimension out of range (expected to be in range of [{-input.dim()}, {input.dim() - 1}], but got {dim})"

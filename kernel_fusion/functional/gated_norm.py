@@ -132,7 +132,7 @@ def _gated(verb: str, input: Tensor, gate: Tensor, norm: Norm, gating: _Gating, 
     activation, first, group_size, rounding = gating
     out_dtype, quantize = quantized.apart(norm[5])
     checks.rounding(verb, rounding)
-    checks.flag(verb, "gate_first", first)
+    checks.of_kind(verb, "gate_first", first, checks.BOOL)
     name = checks.activation(verb, "gate_activation", activation)
     if not interop.is_tensor(input):
         options: dict[str, Any] = {"gate_activation": activation, "gate_first": first, "group_size": group_size}

@@ -177,7 +177,7 @@ def _tokens_first(verb: str, name: str, x: Tensor, unsqueeze_dim: int) -> Tensor
             f"`{verb}`: `{name}` must have three or four dimensions, heads, tokens and columns, got shape "
             f"{list(x.shape)}"
         )
-    checks.dimension(verb, "unsqueeze_dim", unsqueeze_dim)
+    checks.of_kind(verb, "unsqueeze_dim", unsqueeze_dim, checks.INT)
     if not -dims <= unsqueeze_dim < dims:
         raise IndexError(
             f"Dimension out of range (expected to be in range of [{-dims}, {dims - 1}], but got {unsqueeze_dim})"

@@ -111,7 +111,7 @@ def layer_norm(
                 if weight_offset == 0.0 and out_dtype is None:  # two arguments fewer to convert, 0.1 µs
                     return norm_op(input, num_dims, weight, bias, eps)
                 return norm_op(input, num_dims, weight, bias, eps, weight_offset, out_dtype)
-        checks.number("layer_norm", "eps", eps)
+        checks.of_kind("layer_norm", "eps", eps, checks.NUMBER)
         return _unusual("layer_norm", input, norm, backend)
     except checks.REFUSALS as error:
         explain_norm("layer_norm", error, {"input": input}, norm)

@@ -74,7 +74,7 @@ class Stages(nn.Module):
             raise ValueError(f"{kind}(): `weight_offset` needs a `weight`, got {weight_offset} without affine")
         checks.activation(kind, "pre_activation", pre_activation)
         checks.activation(kind, "activation", activation)
-        checks.out_dtype(kind, out_dtype)
+        checks.of_kind(kind, "out_dtype", out_dtype, checks.DTYPE)
         checks.rounding(kind, rounding)
         self.weight_offset = weight_offset
         self.pre_activation = pre_activation
