@@ -72,7 +72,7 @@ def _together(operator: str, arguments: Mapping[str, Any]) -> None:
 def _dropout(operator: str, p: float, seed: Tensor | None) -> None:
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"kernel_fusion::{operator}: `dropout_p` must be a probability between 0 and 1, got {p}")
-    if seed is not None and (seed.dtype != torch.int64 or list(seed.shape) != [1]):
+    if seed is not None and not is_seed(seed):
         raise RuntimeError(
             f"kernel_fusion::{operator}: `seed` must be one int64, of shape [1], got {seed.dtype} {list(seed.shape)}"
         )

@@ -37,7 +37,7 @@ def refusal(verb: str, option: str, other: str, got: str = "") -> ValueError:
 
 
 def without_kernels(what: str, backend: str) -> str | None:
-    """Why `backend` has no kernels for a verb or an option, or None."""
+    """The reason, or None."""
     return WITHOUT_KERNELS.get(what, {}).get(backend)
 
 
@@ -61,8 +61,7 @@ def matrices(verb: str, **tensors: object) -> None:
         elif value.dim() < 2:
             raise RuntimeError(f"`{verb}`: `{name}` must have at least two dimensions, got shape {list(value.shape)}")
         elif value.dtype not in FLOATING:  # PyTorch would make the scale an integer
-            choices = " or ".join(map(short, FLOATING))
-            raise RuntimeError(f"`{verb}`: `{name}` must be {choices}, got {short(value.dtype)}")
+            raise RuntimeError(f"`{verb}`: `{name}` must be {either(FLOATING)}, got {short(value.dtype)}")
 
 
 def one_device(first: Tensor, *others: Tensor | None) -> None:
@@ -197,7 +196,7 @@ def group_size(verb: str, shape: Sequence[int], size: int) -> None:
 
 
 def rounding(verb: str, rounding: str, *others: str) -> None:
-    """Raise unless it is "once", "hf" or one of `others`."""
+    """Raise if it is unknown."""
     choices = (*others, *ROUNDINGS)
     if rounding not in choices:
         raise ValueError(f"`{verb}`: `rounding` must be one of {', '.join(map(repr, choices))}, got {rounding!r}")
@@ -223,7 +222,7 @@ def _is_size(value: Any) -> bool:
 
 REFUSALS = (TypeError, RuntimeError, AttributeError)
 
-# What errors call a kind of value, and which values are; Dynamo asks no symbol for attributes.
+# A kind's name in errors, and its test; Dynamo asks no symbol for attributes.
 _Kind = tuple[str, Callable[[Any], bool]]
 NUMBER: _Kind = ("a number", lambda v: isinstance(v, (int, float)) or hasattr(v, "__float__"))
 INT: _Kind = ("an int", lambda v: isinstance(v, int) or hasattr(v, "__index__"))
@@ -277,12 +276,10 @@ def explain(verb: str, error: Exception, tensors: dict[str, Any], *, broadcast: 
         names = " and ".join(f"`{name}`" for name in there)
         shapes = " and ".join(str(list(value.shape)) for value in there.values())
         raise RuntimeError(f"`{verb}`: {names} must have shapes that broadcast, got {shapes}: {error}") from error
-    floating = [short(dtype) for dtype in FLOATING]
     dtypes = {name: value for name, value in others.items() if isinstance(value, torch.dtype)}
     for name, dtype in (dtypes | {name: value.dtype for name, value in there.items()}).items():
-        if short(dtype) not in floating:
-            text = f"`{verb}`: `{name}` must be {' or '.join(floating)}, got {short(dtype)}: {error}"
-            raise type(error)(text) from error
+        if short(dtype) not in map(short, FLOATING):
+            raise type(error)(f"`{verb}`: `{name}` must be {either(FLOATING)}, got {short(dtype)}: {error}") from error
 
 
 def _broadcast(*shapes: Sequence[int]) -> bool:
@@ -306,9 +303,8 @@ def _check_companion(verb: str, name: str, other: Tensor, input: Tensor) -> None
 def _check_mix(verb: str, name: str, dtype: torch.dtype | None, input_dtype: torch.dtype) -> None:
     expected = FLOATING[:3] if input_dtype in FLOATING[:3] else (input_dtype,)
     if dtype is not None and dtype not in expected:
-        choices = " or ".join(map(short, expected))
         raise RuntimeError(
-            f"`{verb}`: `{name}` must be {choices} or None for {short(input_dtype)} input, got {short(dtype)}"
+            f"`{verb}`: `{name}` must be {either(expected)} or None for {short(input_dtype)} input, got {short(dtype)}"
         )
 
 
@@ -320,3 +316,8 @@ def described(value: object) -> str:
 def short(dtype: object) -> str:
     """ "float32" for torch.float32."""
     return str(dtype).removeprefix("torch.")
+
+
+def either(dtypes: Sequence[torch.dtype]) -> str:
+    """ "float16 or bfloat16" for these."""
+    return " or ".join(map(short, dtypes))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernel_fusion.core.checks import FLOATING, short
+from kernel_fusion.core.checks import FLOATING, either, short
 from kernel_fusion.core.spec import ROUNDINGS
 
 _POSITIONS = (torch.int32, torch.int64)
@@ -55,7 +55,7 @@ def _heads_problem(c: Rotary) -> str | None:
         if x.dim() != 4:
             return f"`{name}` must have shape (B, L, H, D), got {list(x.shape)}"
         if x.dtype not in FLOATING:
-            return f"`{name}` must be {_names(FLOATING)}, got {short(x.dtype)}"
+            return f"`{name}` must be {either(FLOATING)}, got {short(x.dtype)}"
         if [*x.shape[:2], x.shape[3]] != [*shape[:2], shape[3]]:
             expected = f"(B, L, D) = ({shape[0]}, {shape[1]}, {shape[3]})"
             return f"`{name}` must have the query's {expected} around its heads, got {list(x.shape)} as (B, L, H, D)"
@@ -145,11 +145,7 @@ def _mixes(dtype: torch.dtype, with_dtype: torch.dtype) -> bool:
 
 
 def _partners(x: Tensor) -> str:
-    return f"{_names((torch.float64,) if x.dtype == torch.float64 else FLOATING[:3])} on {x.device}"
-
-
-def _names(dtypes: tuple[torch.dtype, ...]) -> str:
-    return " or ".join(map(short, dtypes))
+    return f"{either((torch.float64,) if x.dtype == torch.float64 else FLOATING[:3])} on {x.device}"
 
 
 def _kind(t: Tensor) -> str:
