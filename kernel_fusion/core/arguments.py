@@ -133,11 +133,6 @@ def floating(*tensors: Tensor | None) -> bool:
     return all(t is None or t.dtype in checks.FLOATING for t in tensors)
 
 
-def shaped(shape: Sequence[Any], *tensors: Tensor | None) -> bool:
-    """Whether all have this shape."""
-    return all(t is None or list(t.shape) == list(shape) for t in tensors)
-
-
 def is_seed(seed: Tensor | None) -> bool:
     """Whether `seed` is dropout's or None."""
     return seed is None or (seed.dtype == torch.int64 and list(seed.shape) == [1])

@@ -103,9 +103,9 @@ def not_float8(operation: str, *dtypes: torch.dtype) -> None:
             raise NotImplementedError(f'"{operation}" not implemented for {short(dtype)!r}')
 
 
-def parameters_fit(shape: Sequence[int], *parameters: Tensor | None) -> bool:
-    """Whether weight, bias and their like have this shape."""
-    return all(list(p.shape) == list(shape) for p in parameters if p is not None)
+def shaped(shape: Sequence[Any], *tensors: Tensor | None) -> bool:
+    """Whether all have this shape."""
+    return all(t is None or list(t.shape) == list(shape) for t in tensors)
 
 
 def parameter_shape(input: Tensor, num_dims: int, grouped: bool, *parameters: Tensor | None) -> list[int]:

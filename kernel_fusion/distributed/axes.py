@@ -93,7 +93,7 @@ def _check_norm(given: dict[str, Tensor], num_dims: int, rms: bool, grouped: boo
     for name, prefix in VERBS.items():
         checks.other_row(prefix + ("rms_norm" if rms else "layer_norm"), name, input, given.get(name))
     shape = checks.parameter_shape(input, num_dims, grouped, weight, bias)
-    if not checks.parameters_fit(shape, weight, bias):
+    if not checks.shaped(shape, weight, bias):
         w, b = (None if t is None else torch.empty(t.shape, device="meta") for t in (weight, bias))
         x = torch.empty(input.shape, device="meta")
         eager.pytorch_row_norm(x, shape, w, b, None, 0.0, None, rms)  # raises, in PyTorch's words

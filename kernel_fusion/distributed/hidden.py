@@ -79,7 +79,7 @@ def _staged_row_norm(backend: str | None, groups: Groups, *args: Any) -> tuple[T
     c = norm_call(*args)
     input, affine = c.input, (c.weight, c.bias)
     shape = checks.parameter_shape(input, c.num_dims, c.stages.grouped, *affine)
-    if not checks.parameters_fit(shape, *affine):
+    if not checks.shaped(shape, *affine):
         # Raises, before ranks wait.
         eager.pytorch_row_norm(input, shape, *affine, c.eps, c.weight_offset, None, c.rms)
     if c.out_dtype is None and triton.under_autocast(input):

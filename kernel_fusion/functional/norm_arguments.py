@@ -46,7 +46,7 @@ def resolved(verb: str, input: Tensor, norm: Norm, affine: bool = False) -> tupl
     """The normalised sizes and eps; raises, in PyTorch's words, if input or, with `affine`, parameters have others."""
     normalized_shape, weight, bias, eps, _, _ = norm
     shape, rms = sizes(normalized_shape), verb.endswith("rms_norm")
-    if not ends_with(input, shape) or (affine and not checks.parameters_fit(shape, weight, bias)):
+    if not ends_with(input, shape) or (affine and not checks.shaped(shape, weight, bias)):
         eager.pytorch_row_norm(input, shape, weight, bias, eps, 0.0, None, rms)
     return shape, schemas.default_eps(input) if eps is None and rms else eps
 

@@ -44,7 +44,7 @@ def norm(
     args = *args[:7], out_dtype, *args[8:]
     route = _route(verb, "staged_row_norm", backend, quantize, (input, residual, weight, bias, row))
     expected = checks.parameter_shape(input, num_dims, Given(*args[FIRST:]).grouped, weight, bias)
-    fits = checks.parameters_fit(expected, weight, bias) and input.numel() > 0
+    fits = checks.shaped(expected, weight, bias) and input.numel() > 0
     if route.fused and fits and input.shape == shape:
         values, scale, v, h = route.operator("quantized_row_norm")(*args[:2], *_options(quantize), *args[2:])
         return _result(quantize, values, scale, v), h

@@ -34,7 +34,7 @@ def serve_on_gpu(verb: str, *args: Any) -> Any:
 
 def _launch_from_python(verb: str, *args: Any) -> Any:
     input, num_dims, weight, bias, eps, weight_offset, out_dtype = args
-    if not checks.parameters_fit(input.shape[input.dim() - num_dims :], weight, bias):
+    if not checks.shaped(input.shape[input.dim() - num_dims :], weight, bias):
         return schemas.reference_call(verb, *args)
     from kernel_fusion.backends.cuda import python_launch
 

@@ -22,7 +22,8 @@ from kernel_fusion.backends.cuda import planner, sum_partials
 from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.backends.cuda.plan import Plan
 from kernel_fusion.core import arguments, checks
-from kernel_fusion.core.arguments import floating, shaped
+from kernel_fusion.core.arguments import floating
+from kernel_fusion.core.checks import shaped
 from kernel_fusion.core.spec import Access, RowNormSpec, SumPartialsSpec, compute_dtype, dtype_name
 
 _ARGS_HEADER = Path(__file__).parents[2] / "native" / "shared" / "row_norm_args.h"

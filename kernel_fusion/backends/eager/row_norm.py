@@ -71,7 +71,7 @@ def staged_row_norm(*args: Any) -> tuple[Tensor, Tensor]:
     input, residual = c.input, c.residual
     shape = checks.parameter_shape(input, c.num_dims, c.stages.grouped, *c.vectors)
     foreign = input.dtype not in checks.FLOATING or input.layout != torch.strided
-    if foreign or not checks.parameters_fit(shape, *c.vectors):
+    if foreign or not checks.shaped(shape, *c.vectors):
         return _foreign(c, shape)
     checks.staged_row_norm(c)
     wide = compute_dtype(input.dtype)
@@ -88,7 +88,7 @@ def staged_row_norm(*args: Any) -> tuple[Tensor, Tensor]:
 def _foreign(c: NormCall, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
     s, affine = c.stages, (c.weight, c.bias, c.eps, c.weight_offset, c.out_dtype, c.rms)
     normalized_shape = list(c.input.shape[c.input.dim() - c.num_dims :])
-    apart = (s.rounding == "hf" or shape != normalized_shape) and checks.parameters_fit(shape, c.weight, c.bias)
+    apart = (s.rounding == "hf" or shape != normalized_shape) and checks.shaped(shape, c.weight, c.bias)
     h = before_norm(c.input, s, lambda u: torch.nn.functional.dropout(u, s.dropout_p))
     h = h if c.residual is None else h + c.residual
     y = after_norm(pytorch_row_norm(h, normalized_shape, *affine, apart), s)

@@ -17,7 +17,7 @@ from kernel_fusion.backends.triton.layout import Rows, dense_strides, memory_ord
 from kernel_fusion.backends.triton.reduce import sum_partials
 from kernel_fusion.core import checks, dropout
 from kernel_fusion.core.activations import CODES
-from kernel_fusion.core.arguments import floating, is_seed, require, shaped
+from kernel_fusion.core.arguments import floating, is_seed, require
 from kernel_fusion.core.spec import compute_dtype
 
 _COMBINES = ("first", "add", "mul", "gate")
@@ -137,7 +137,7 @@ def forward(c: Chain, out_dtype: torch.dtype | None) -> Tensor:
 @operator("pointwise_bwd")
 def backward(dy: Tensor, c: Chain, wants: Sequence[bool]) -> tuple[Tensor, Tensor]:
     """da and db of y's shape, but db of b's shape if b is one row; empty if unwanted."""
-    takes = c.taken and len(wants) == 2 and floating(dy) and shaped(c.shape, dy)
+    takes = c.taken and len(wants) == 2 and floating(dy) and checks.shaped(c.shape, dy)
     require("triton_pointwise_bwd", [dy, c.a, c.b, c.seed], takes)
     walk = _walk(c)
     cotangent = dy if list(dy.stride()) == walk.strides else walk.like(dy, dy.dtype).copy_(dy)

@@ -14,7 +14,8 @@ from kernel_fusion.backends.triton.kernels.constants import Rotary as Constants
 from kernel_fusion.backends.triton.launch import launch, operator
 from kernel_fusion.backends.triton.layout import unit
 from kernel_fusion.backends.triton.reduce import sum_partials
-from kernel_fusion.core.arguments import floating, require, shaped
+from kernel_fusion.core.arguments import floating, require
+from kernel_fusion.core.checks import shaped
 from kernel_fusion.core.rotary import Rotary, result_like, served_by_kernels
 from kernel_fusion.core.spec import compute_dtype
 

@@ -18,7 +18,7 @@ from kernel_fusion.backends.triton.launch import launch, operator
 from kernel_fusion.backends.triton.layout import rows_of
 from kernel_fusion.backends.triton.reduce import sum_partials
 from kernel_fusion.core import checks, dropout
-from kernel_fusion.core.arguments import floating, is_seed, require, shaped
+from kernel_fusion.core.arguments import floating, is_seed, require
 from kernel_fusion.core.groups import Groups, groups_of
 from kernel_fusion.core.spec import ROWS, Stages, compute_dtype
 from kernel_fusion.core.stages import (
@@ -130,7 +130,7 @@ def _takes(
     if groups_of(input.shape, shape, c.num_dims) is None:
         return False
     rows = *others, *(given[name] for name in ROWS)
-    shapes = shaped(shape, *c.vectors) and shaped(input.shape, *rows)
+    shapes = checks.shaped(shape, *c.vectors) and checks.shaped(input.shape, *rows)
     types = floating(input, *c.vectors, *rows) and is_seed(stages.seed)
     return shapes and types and input.numel() > 0 and 0.0 <= stages.dropout_p <= 1.0
 
@@ -138,7 +138,7 @@ def _takes(
 def _are_statistics(stats: Tensor, h: Tensor, num_dims: int, rms: bool) -> bool:
     rows = prod(h.shape[: h.dim() - num_dims])
     known = stats.dtype == compute_dtype(h.dtype) and stats.is_contiguous()
-    return known and shaped((1 if rms else 2, rows), stats)
+    return known and checks.shaped((1 if rms else 2, rows), stats)
 
 
 @operator("row_norm_fwd")

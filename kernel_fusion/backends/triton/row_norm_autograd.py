@@ -150,7 +150,7 @@ def staged_row_norm(*args: Any) -> tuple[Tensor, Tensor]:
     shape = checks.parameter_shape(c.input, c.num_dims, s.grouped, *c.vectors)
     foreign = autograd.needs_definition([c.input, other, *c.vectors], [s.seed])
     apart = s.grouped and groups_of(c.input.shape, shape, c.num_dims) is None
-    if foreign or apart or not checks.parameters_fit(shape, *c.vectors):
+    if foreign or apart or not checks.shaped(shape, *c.vectors):
         return torch.ops.kernel_fusion.staged_row_norm_reference(*args)  # type: ignore[no-any-return]
     checks.staged_row_norm(c)
     arguments = c._replace(out_dtype=c.out_dtype or c.input.dtype).arguments

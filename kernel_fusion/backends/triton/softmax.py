@@ -12,7 +12,8 @@ from kernel_fusion.backends.triton.kernels import softmax as kernels
 from kernel_fusion.backends.triton.kernels.constants import Softmax as Constants
 from kernel_fusion.backends.triton.launch import launch, operator
 from kernel_fusion.backends.triton.layout import Rows, merge, outer_rows, rows_of, unit
-from kernel_fusion.core.arguments import floating, require, shaped
+from kernel_fusion.core.arguments import floating, require
+from kernel_fusion.core.checks import shaped
 from kernel_fusion.core.spec import compute_dtype
 
 
