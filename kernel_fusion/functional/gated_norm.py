@@ -141,7 +141,6 @@ def _gated(verb: str, input: Tensor, gate: Tensor, norm: Norm, gating: _Gating, 
         raise TypeError(f"`{verb}`: `gate` must be a tensor, got None; without one the verb is `{verb[6:]}`")
     try:
         shape, eps = resolved(verb, input, norm, affine=group_size is not None)
-        serve = operator(verb, "staged_row_norm", backend, input, gate)
         x, g, w, b = input, gate, weight, bias
         grouped = group_size is not None and not (weight is None and bias is None)
         if group_size is not None:
@@ -155,7 +154,7 @@ def _gated(verb: str, input: Tensor, gate: Tensor, norm: Norm, gating: _Gating, 
         if quantize is not None:
             args = x, None, *affine, *stages
             return quantized.norm(verb, quantize, backend, args, g, input.shape)[0]  # type: ignore[return-value]
-        y: Tensor = serve(x, None, *affine, *stages)[0]
+        y: Tensor = operator(verb, "staged_row_norm", backend, input, gate)(x, None, *affine, *stages)[0]
         # Nobody else has y, so its other shape need not be a view.
         return y if group_size is None else torch.ops.aten._unsafe_view(y.contiguous(), input.shape)
     except checks.REFUSALS as error:

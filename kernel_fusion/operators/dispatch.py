@@ -96,15 +96,15 @@ def obstacle(backend: str, verb: str, tensors: Sequence[Tensor | None]) -> str |
     return None
 
 
-def unavailable_reason(name: str, device: torch.device | None = None, verb: str = "layer_norm") -> str | None:
+def unavailable_reason(backend: str, device: torch.device | None = None, verb: str = "layer_norm") -> str | None:
     """Why `backend` cannot run `verb` on `device` (None: anywhere here), or None. Loads the extension."""
-    if name == "eager":
+    if backend == "eager":
         return None
-    if name == "cpu":
+    if backend == "cpu":
         if device is not None and device.type != "cpu":
             return f"the input is on {device}"
         return None if loader.load() else f"its extension could not be built: {loader.error()}"
-    if name == "cuda":
+    if backend == "cuda":
         reason = availability.why_not_cuda(device)
         if reason is None and verb not in LAUNCHED_FROM_PYTHON and not loader.load():
             reason = f"what launches it is the extension, which could not be built: {loader.error()}"
