@@ -124,12 +124,11 @@ def _like(t: Tensor, other: Tensor) -> bool:
 
 def _with_dropout(node: Node, place: Node, x: Node, residual: Node) -> _Addition:
     """The addition, with x's dropout if only the addition reads it."""
-    found = _dropout(x)
-    if found is None or only_user(x, node) is None or not clear_between(x, node):
-        return _Addition(node, place, x, residual)
-    source, p = found
-    same = known(source).dtype == known(x).dtype
-    return _Addition(node, place, source, residual, p, (x,)) if same else _Addition(node, place, x, residual)
+    source, p = _dropout(x) or (x, 0.0)
+    own = source is not x and only_user(x, node) is not None and clear_between(x, node)
+    if own and known(source).dtype == known(x).dtype:
+        return _Addition(node, place, source, residual, p, (x,))
+    return _Addition(node, place, x, residual)
 
 
 def _dropout(node: Node) -> tuple[Node, float] | None:
