@@ -234,6 +234,15 @@ def test_moves_between_dtypes_and_devices(name: str, any_target: Target) -> None
     assert all(y.dtype == torch.bfloat16 and y.isfinite().all() for y in results)
 
 
+def test_shapes_and_dtypes_on_meta(name: str) -> None:
+    """A module on meta says what a call would give, as PyTorch's modules do."""
+    found = []
+    for device in ("meta", "cpu"):
+        inputs = [torch.ones(shape, device=device) for shape in MODULES[name].shapes]
+        found.append([(y.shape, y.dtype) for y in _leaves(MODULES[name].make(device)(*inputs))])
+    assert found[0] == found[1]
+
+
 def test_gated_norm_has_one_weight() -> None:
     """The state dict is that of other libraries' gated norms, and what does not fit is refused."""
     assert list(kf.FusedGatedRMSNorm(8).state_dict()) == ["weight"]
