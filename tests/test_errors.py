@@ -107,7 +107,7 @@ def test_dtype_mixes_that_do_not_fit(
     x = _ONES(2, 8, dtype=dtype, device=any_target.device)
     wrong = {name: _ONES(8, dtype=parameter, device=any_target.device)}
     short = [str(d).removeprefix("torch.") for d in (dtype, parameter)]
-    text = f"`{verb}`: `{name}` must be {expected} or None for {short[0]} input, got {short[1]}"
+    text = f"`{verb}`: `{name}` must be {expected} for {short[0]} input, got {short[1]}"
     with any_target.ran(forward=0):
         assert outcome(lambda: call(verb, x, backend=any_target.backend, **wrong)) == ("RuntimeError", text)
 
@@ -118,7 +118,7 @@ def test_out_dtype_that_does_not_fit(verb: str, dtype: torch.dtype, out: torch.d
     x = _ONES(2, 8, dtype=dtype, device=any_target.device)
     with (
         any_target.ran(forward=0),
-        pytest.raises(RuntimeError, match=rf"^`{verb}`: `out_dtype` must be .* or None for"),
+        pytest.raises(RuntimeError, match=rf"^`{verb}`: `out_dtype` must be .* for .* input, got "),
     ):
         call(verb, x, out_dtype=out, backend=any_target.backend)
 
@@ -312,7 +312,7 @@ def test_residual_that_does_not_fit(norm: str, any_target: Target) -> None:
     elsewhere = "expected all tensors to be on the same device, but `residual` is on meta and `input` is on"
     expected = {
         "`residual` must have the shape of `input`, [4, 8], got [8]": x[0],
-        "`residual` must be float16 or bfloat16 or float32 or None for float32 input, got float64": x.double(),
+        "`residual` must be float16 or bfloat16 or float32 for float32 input, got float64": x.double(),
         f"{elsewhere} {x.device}": x.to("meta"),
     }
     for text, residual in expected.items():

@@ -229,7 +229,7 @@ _REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "dtype": (
         {"gate": _X.double()},
         "RuntimeError",
-        "`gate` must be float16 or bfloat16 or float32 or None for float32 input, got float64",
+        "`gate` must be float16 or bfloat16 or float32 for float32 input, got float64",
     ),
     "device": (
         {"gate": _X.to("meta")},

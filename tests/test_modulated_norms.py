@@ -238,7 +238,7 @@ _REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "dtype": (
         {"scale": _S.double()},
         "RuntimeError",
-        "`scale` must be float16 or bfloat16 or float32 or None for float32 input, got float64",
+        "`scale` must be float16 or bfloat16 or float32 for float32 input, got float64",
     ),
     "device": (
         {"shift": _S.to("meta")},

@@ -238,9 +238,7 @@ def test_residuals_that_do_not_fit(verb: str, backend: str) -> None:
     verb_of: Any = getattr(kf, verb)
     with pytest.raises(RuntimeError, match=r"`residual` must have the shape of `input`, \[4, 17\], got \[17\]"):
         verb_of(x, torch.randn(17), 17, backend=backend)
-    with pytest.raises(
-        RuntimeError, match="`residual` must be float16 or bfloat16 or float32 or None for float32 input"
-    ):
+    with pytest.raises(RuntimeError, match="`residual` must be float16 or bfloat16 or float32 for float32 input"):
         verb_of(x, torch.randn(4, 17, dtype=F64), 17, backend=backend)
     with pytest.raises(ValueError, match=r"`dropout_p` must be a probability between 0 and 1, got 1\.5"):
         verb_of(x, x, 17, dropout_p=1.5, backend=backend)

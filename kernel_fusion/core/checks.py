@@ -304,7 +304,7 @@ def _check_mix(verb: str, name: str, dtype: torch.dtype | None, input_dtype: tor
     expected = FLOATING[:3] if input_dtype in FLOATING[:3] else (input_dtype,)
     if dtype is not None and dtype not in expected:
         raise RuntimeError(
-            f"`{verb}`: `{name}` must be {either(expected)} or None for {short(input_dtype)} input, got {short(dtype)}"
+            f"`{verb}`: `{name}` must be {either(expected)} for {short(input_dtype)} input, got {short(dtype)}"
         )
 
 
