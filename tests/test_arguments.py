@@ -216,6 +216,13 @@ def test_arguments_of_a_wrong_type(name: str, backend: str | None) -> None:
         ours(x, backend=backend)
 
 
+def test_group_of_a_wrong_type() -> None:
+    """A `group` that is no process group, such as the name of a mesh's dimension, is named."""
+    text = "`rms_norm`: `group` must be a torch.distributed.ProcessGroup or None, got 'tp'"
+    with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
+        kf.rms_norm(_ONES(4, 8), 8, group="tp")
+
+
 # ---- Dtypes ----------------------------------------------------------------------------------------------------------
 
 # Every verb, the name of its first argument, and PyTorch's calls.

@@ -239,6 +239,7 @@ _KINDS: dict[str, _Kind] = {
     "causal": BOOL,
     "out_dtype": (DTYPE[0], lambda v: v is None or isinstance(v, (torch.dtype, Quantize))),
     "dtype": DTYPE,
+    "group": ("a torch.distributed.ProcessGroup or None", lambda v: v is None or hasattr(v, "allreduce")),
 }
 
 

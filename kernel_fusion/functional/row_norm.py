@@ -344,5 +344,5 @@ def _staged(
             return NormOutput(*quantized.norm(verb, quantize, backend, args, None, input.shape))  # type: ignore[arg-type]
         return NormOutput(*serve(*args))
     except checks.REFUSALS as error:
-        explain_norm(verb, error, {"input": input, "residual": residual}, norm)
+        explain_norm(verb, error, {"input": input, "residual": residual}, norm, group=group)
         raise
