@@ -415,7 +415,7 @@ def test_dropout_that_is_no_probability(p: float) -> None:
 @pytest.mark.parametrize("make", _MAKERS)
 def test_weight_offset_without_weight(make: Callable[..., nn.Module]) -> None:
     """An offset needs a weight to be added to."""
-    with pytest.raises(ValueError, match=rf"^{make.__name__}\(\): `weight_offset` needs a `weight`"):
+    with pytest.raises(ValueError, match=rf"^`{make.__name__}`: `weight_offset` needs a `weight`"):
         make(8, elementwise_affine=False, weight_offset=1.0)
 
 

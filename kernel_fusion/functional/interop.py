@@ -52,7 +52,7 @@ def served(verb: Callable[..., Any], *args: Any, **options: Any) -> Any:
     if isinstance(result, Tensor):
         return give_back(result.detach())
     if any(isinstance(part, Quantized) for part in (result, *result)):
-        raise TypeError(f"`{verb.__name__}`: quantised results need tensors, got a {type(args[0]).__name__}")
+        raise TypeError(f"`{verb.__name__}`: quantised results need tensors, got {type(args[0]).__name__}")
     given = [give_back(tensor.detach()) for tensor in result]
     return type(result)(*given) if hasattr(result, "_fields") else tuple(given)
 

@@ -71,7 +71,7 @@ class Stages(nn.Module):
         """Check and keep the extras; called before the parent's constructor, which initialises the weight by them."""
         kind = type(self).__name__
         if weight_offset and not elementwise_affine:
-            raise ValueError(f"{kind}(): `weight_offset` needs a `weight`, got {weight_offset} without affine")
+            raise checks.refusal(kind, "weight_offset", "weight", f", got {weight_offset} without affine")
         checks.activation(kind, "pre_activation", pre_activation)
         checks.activation(kind, "activation", activation)
         checks.of_kind(kind, "out_dtype", out_dtype, checks.DTYPE)
