@@ -145,7 +145,7 @@ class FusedLinearAct(nn.Module):
         """Multiply, then apply bias, activation and, in training mode, dropout."""
         y = nn.functional.linear(input, self.weight)
         bias: Tensor | None = self.bias
-        if bias is not None and isinstance(y, Tensor):
+        if bias is not None and isinstance(y, Tensor) and bias.dtype != y.dtype:
             bias = bias.to(y.dtype)  # as a linear layer's; under autocast the result would have the bias's dtype
         return bias_act(y, bias, self.activation, dropout_p=self.dropout, training=self.training)
 
