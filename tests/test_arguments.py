@@ -101,6 +101,11 @@ _WRONG_TYPES: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
         lambda x: F.rms_norm(x + x, 8.0),
         "`add_rms_norm`: `normalized_shape` must be an int or a sequence of ints, got 8.0",
     ),
+    "normalized_shape-several": (
+        lambda x, **o: kf.add_rms_norm(x, x, (4, 8.0), **o),
+        lambda x: F.rms_norm(x + x, (4, 8.0)),
+        "`add_rms_norm`: `normalized_shape` must be an int or a sequence of ints, got tuple",
+    ),
     "normalized_shape-gated": (
         lambda x, **o: kf.gated_rms_norm(x, x, (8.0,), **o),
         lambda x: F.rms_norm(x, (8.0,)),

@@ -33,7 +33,7 @@ def num_normalized_dims(input: Tensor, normalized_shape: int | Sequence[int]) ->
     # One dimension, the usual case, without slicing the shape.
     if len(expected) == 1:
         return 1 if shape and isinstance(expected[0], int) and shape[-1] == expected[0] else 0
-    return len(expected) if shape[len(shape) - len(expected) :] == tuple(expected) else 0
+    return len(expected) if ends_with(input, expected) else 0
 
 
 def ends_with(input: Tensor, shape: Sequence[int]) -> bool:
@@ -46,7 +46,8 @@ def resolved(verb: str, input: Tensor, norm: Norm, affine: bool = False) -> tupl
     """The normalised sizes and eps; raises, in PyTorch's words, if input or, with `affine`, parameters have others."""
     normalized_shape, weight, bias, eps, _, _ = norm
     shape, rms = sizes(normalized_shape), verb.endswith("rms_norm")
-    if not ends_with(input, shape) or (affine and not checks.shaped(shape, weight, bias)):
+    fits = num_normalized_dims(input, shape) or ends_with(input, shape)
+    if not fits or (affine and not checks.shaped(shape, weight, bias)):
         eager.pytorch_row_norm(input, shape, weight, bias, eps, 0.0, None, rms)
     return shape, schemas.default_eps(input) if eps is None and rms else eps
 
