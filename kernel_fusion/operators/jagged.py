@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernel_fusion.core.spec import ROWS
-from kernel_fusion.core.stages import PLACES
+from kernel_fusion.core.stages import norm_call
 
 
 def has_rows(value: Any) -> bool:
@@ -60,10 +60,10 @@ def _norm(input: Tensor, num_dims: int, *rest: Any) -> tuple[Any, ...] | None:
     return (input, num_dims, *rest) if has_rows_of(input, num_dims) else None
 
 
-def _staged_norm(input: Tensor, residual: Tensor | None, num_dims: int, *rest: Any) -> tuple[Any, ...] | None:
-    of_stages = (rest[PLACES[name] - 3] for name in ROWS if PLACES[name] - 3 < len(rest))
-    rows = (t for t in (input, residual, *of_stages) if t is not None)
-    return (input, residual, num_dims, *rest) if all(has_rows_of(t, num_dims) for t in rows) else None
+def _staged_norm(*args: Any) -> tuple[Any, ...] | None:
+    c = norm_call(*args)
+    rows = c.input, c.residual, *(getattr(c.stages, name) for name in ROWS)
+    return args if all(t is None or has_rows_of(t, c.num_dims) for t in rows) else None
 
 
 def _pointwise(a: Tensor, b: Tensor | None, *rest: Any) -> tuple[Any, ...] | None:
