@@ -145,6 +145,15 @@ def test_a_norm_is_known_by_what_it_computes(norm: nn.Module, form: str, dtype: 
     assert_no_worse(model, patched, *inputs)
 
 
+@pytest.mark.parametrize("norm", [nn.LayerNorm(48), nn.RMSNorm(48, eps=1e-6), HubNorm(48)], ids=repr)
+def test_a_norm_in_fp64(norm: nn.Module) -> None:
+    """It is replaced if it computes in fp64."""
+    model = randomized(copy.deepcopy(norm)).double()
+    patched = copy.deepcopy(model)
+    assert len(kf.patch(patched).replaced) == (not isinstance(norm, HubNorm))
+    assert_no_worse(model, patched, torch.randn(5, 48, dtype=torch.float64))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("norm", [HubNorm, OffsetNorm])
 def test_a_norm_rounds_as_it_did(norm: type[nn.Module], dtype: torch.dtype) -> None:

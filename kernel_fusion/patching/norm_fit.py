@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from kernel_fusion.core.activations import ACTIVATIONS
-from kernel_fusion.patching.agree import FLOATING, SAME_ROUNDING, attempt, differing_bits, disagreement, same_function
+from kernel_fusion.patching.agree import FLOATING, attempt, differing_bits, disagreement, same_function
 from kernel_fusion.patching.autocast import HALF, CudaAutocast
 from kernel_fusion.patching.norms import Case, Gate, Key, NormForm
 from kernel_fusion.patching.stand_in import StandIn, arguments, generator, plain_settings
@@ -206,8 +206,6 @@ def _agreed(examination: Examination, form: NormForm, key: Key, rounding: str) -
     if not off:
         return None
     case = min(off, key=lambda case: off[case])
-    if key.input == torch.float64 and off[case] > SAME_ROUNDING:  # theirs computes in fp32
-        return None
 
     def theirs(*tensors: Tensor) -> Tensor:
         with CudaAutocast() if key.autocast else nullcontext():
