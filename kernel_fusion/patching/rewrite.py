@@ -56,7 +56,7 @@ def methods_of(kind: type[nn.Module]) -> dict[str, types.FunctionType]:
     for base in reversed(kind.__mro__):
         if base.__module__ in files and issubclass(base, nn.Module) and base is not nn.Module:
             found |= {name: f for name, f in vars(base).items() if isinstance(f, types.FunctionType)}
-    return found
+    return {name: f for name, f in found.items() if inspect.getattr_static(kind, name) is f}
 
 
 @functools.cache

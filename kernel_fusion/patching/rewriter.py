@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 GATED, ADD_NORM, DROP_ADD_NORM, TURNED = "_kf_gated", "_kf_add_norm", "_kf_drop_add_norm", "_kf_turned"
@@ -89,8 +89,10 @@ class Rewriter:
                 if sum(name == operand.id and place > _end(earlier) for name, place in self.loads) != 1:
                     return None
                 call = _call(earlier.value)
-                # Statements between may write into a named tensor, not into the result of a call.
-                kept = call is not None and (isinstance(call.args[0], ast.Call) or earlier is before[-1])
+                # Statements between may write into a named tensor, or into a view, but not into a call's result.
+                between = before[before.index(earlier) + 1 :]
+                kept = not between or (call is not None and isinstance(call.args[0], ast.Call))
+                kept = kept and not any(_may_write(n) for each in between for n in ast.walk(each))
                 return call if kept and len(earlier.targets) == 1 else None
         return None
 
@@ -116,7 +118,9 @@ class Rewriter:
     def _sums(self, block: list[ast.stmt], in_loop: bool) -> None:
         """`h = a + b` with `norm(h)` in the next statement (copies of h may come between), and `norm(a + b)`."""
         for statement in list(block):
+            done: list[ast.AST] = []  # calls made before
             for holder, call in list(_children(statement, ast.Call)):
+                done.append(call)
                 if (normed := _normed(call)) is None:
                     continue
                 norm, argument, *vectors = normed
@@ -125,6 +129,8 @@ class Rewriter:
                     if made is not None:
                         self._put(holder, call, ast.Subscript(made, ast.Constant(0), ast.Load()))
                 elif isinstance(argument, ast.Name) and isinstance(statement, _SIMPLE):
+                    if _reads(done[:-1], argument.id) or _is_optional(statement, call):
+                        continue
                     addition = _addition(block, block.index(statement), argument.id)
                     if addition is None or not _may_come_earlier(vectors, block, addition, statement):
                         continue
@@ -265,7 +271,7 @@ def _has_angles(call: ast.Call) -> bool:
 
 def _children(node: ast.AST, kind: type[Any]) -> Iterator[tuple[tuple[ast.AST, str, int | None], Any]]:
     """The expressions of a kind that a statement evaluates once, innermost first, with places; none if it writes."""
-    if isinstance(node, ast.stmt) and any(isinstance(n, ast.Call) and _writes(n.func) for n in ast.walk(node)):
+    if isinstance(node, ast.stmt) and any(map(_writes, ast.walk(node))):
         return
     for name, value in ast.iter_fields(node):
         if isinstance(node, ast.stmt) and name in ("body", "orelse", "finalbody", "handlers", "cases"):
@@ -277,9 +283,15 @@ def _children(node: ast.AST, kind: type[Any]) -> Iterator[tuple[tuple[ast.AST, s
                     yield (node, name, index if isinstance(value, list) else None), child
 
 
-def _writes(callee: ast.expr) -> bool:
-    """Whether it is a method that writes in place, by its name."""
-    return isinstance(callee, ast.Attribute) and callee.attr.endswith("_")
+def _writes(node: ast.AST) -> bool:
+    """Whether it calls a method that writes in place, by its name."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr.endswith("_")
+
+
+def _may_write(node: ast.AST) -> bool:
+    """Whether it writes into a tensor, or binds a name anew."""
+    stores = isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
+    return stores or isinstance(node, ast.AugAssign) or _writes(node)
 
 
 def _stores(statement: ast.stmt, name: str) -> bool:
@@ -303,6 +315,19 @@ def _addition(block: list[ast.stmt], index: int, name: str) -> ast.Assign | None
             return None
         name = earlier.value.id if target.id == name else name
     return None
+
+
+def _reads(nodes: Iterable[ast.AST], name: str) -> bool:
+    """Whether one of these reads a name."""
+    return any(_is_load(n) and n.id == name for node in nodes for n in ast.walk(node))  # type: ignore[attr-defined]
+
+
+def _is_optional(statement: ast.stmt, node: ast.AST) -> bool:
+    """Whether a condition within a statement decides if a node is evaluated."""
+    parts: list[ast.expr] = []
+    for n in ast.walk(statement):
+        parts += [n.body, n.orelse] if isinstance(n, ast.IfExp) else n.values[1:] if isinstance(n, ast.BoolOp) else []
+    return any(n is node for part in parts for n in ast.walk(part))
 
 
 def _may_come_earlier(expressions: list[ast.expr], block: list[ast.stmt], to: ast.stmt, statement: ast.stmt) -> bool:
