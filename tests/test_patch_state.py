@@ -10,6 +10,7 @@ import pickle
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -197,6 +198,17 @@ class Gated(nn.Module):
         return self.act(self.a(x)) * self.b(x)  # type: ignore[no-any-return]
 
 
+class Halved:
+    """Overrides a method, and is no module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x / 2)  # type: ignore[misc, no-any-return]
+
+
+class HalvedGated(Halved, Gated):
+    """act(a(x / 2)) * b(x / 2)."""
+
+
 class Summed(nn.Module):
     """norm(a(x) + x)."""
 
@@ -237,6 +249,7 @@ def assert_same(model: nn.Module, change: Callable[[Any], Any] = lambda model: N
         nn.Sequential(Call(lambda x: torch.clamp(F.relu(x), max=20.0))),
         Summed(TwiceNorm(16)),
         Gated(TwiceSilu()),
+        HalvedGated(nn.SiLU()),
     ],
     ids=[
         "functions",
@@ -249,6 +262,7 @@ def assert_same(model: nn.Module, change: Callable[[Any], Any] = lambda model: N
         "limited",
         "call",
         "gate's call",
+        "overridden",
     ],
 )
 def test_modules_of_a_class_that_compute_otherwise(model: nn.Module) -> None:
@@ -595,6 +609,7 @@ class Written(nn.Module):
     def __init__(self):
         super().__init__()
         self.act, self.norm, self.bare = nn.SiLU(), nn.LayerNorm(16), nn.LayerNorm(16, elementwise_affine=False)
+        self.write = nn.ReLU(inplace=True)
 
     def forward(self, a, b):
         {}
@@ -609,12 +624,16 @@ class Written(nn.Module):
         ("one_line", ["y = self.bare(a); z = y * (1 + b) + a; return y + z"]),
         ("gate_written", ["g = a * 1", "return self.act(g) * g.mul_(2)"]),
         ("input_written", ["h = a * 1", "y = self.bare(h)", "return y * (1 + h.mul_(2)) + b"]),
+        ("view_written", ["h = a * 1", "g = self.act(h.view(4, 16))", "h += b", "return g * h"]),
+        ("sum_written", ["h = a + b", "return self.write(h) + self.norm(h)"]),
+        ("condition", ["h = a[:, 1:] + b[:, 1:]", "return self.norm(h) if h.shape[1] == 16 else h"]),
+        ("short_cut", ["h = a[:, 1:] + b[:, 1:]", "return h if h.shape[1] != 16 or self.norm(h) is None else a"]),
     ],
 )
 def test_names_and_writes_that_decide_a_value(
     name: str, lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A name bound in a comprehension, one read again on its line, and a tensor that is written to, are not moved."""
+    """What a comprehension binds, what is read again, written to, or not computed at all: none of that is moved."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / f"written_{name}.py").write_text(_METHOD.format("\n        ".join(lines)))
     model = importlib.import_module(f"written_{name}").Written()
@@ -623,6 +642,107 @@ def test_names_and_writes_that_decide_a_value(
         expected = model(a, b)
         kf.patch(model)
         torch.testing.assert_close(model(a, b), expected)
+
+
+def test_an_activation_may_refuse_an_input() -> None:
+    """Its error does not end the patch, and what it takes is computed as before."""
+
+    def choosy(x: Tensor) -> Tensor:
+        assert x.dim() == 3
+        assert x.dtype != torch.bfloat16
+        return x * torch.sigmoid(x)
+
+    model, x = Gated(Call(choosy)), torch.randn(2, 4, 16, dtype=torch.float64)
+    expected = model.double()(x)
+    assert len(kf.patch(nn.Sequential(model, nn.LayerNorm(16))).replaced) >= 1
+    torch.testing.assert_close(model(x), expected)
+
+
+class LazyNorm(nn.modules.lazy.LazyModuleMixin, nn.Module):  # type: ignore[misc]
+    """RMSNorm that learns its size from its first input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.UninitializedParameter()
+
+    def initialize_parameters(self, x: Tensor) -> None:
+        """Make the weight."""
+        self.weight.materialize(x.shape[-1:])
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.weight, 1e-6)
+
+
+def test_a_lazy_norm_is_left_until_it_has_a_shape() -> None:
+    """Its size is known after a call."""
+    model = nn.Sequential(LazyNorm(), nn.LazyLinear(3))
+    assert kf.patch(model).replaced == []
+    model(torch.ones(2, 16))
+    assert len(kf.patch(model).replaced) == 1
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Seems hashable."""
+
+    eps: float
+    sizes: list[int] = field(default_factory=list)
+
+
+def test_a_norm_may_hold_what_has_no_hash() -> None:
+    """A frozen dataclass of lists is compared as it prints."""
+    model = nn.Sequential(ConfigNorm(1e-6), ConfigNorm(1e-1))
+    model[0].config, model[1].config = Sizes(1e-6), Sizes(1e-1)  # type: ignore[assignment]
+    assert_same(model)
+
+
+class ReducedNorm(nn.LayerNorm):
+    """LayerNorm that says itself how it is pickled."""
+
+    def __reduce__(self) -> Any:
+        """Made anew."""
+        return ReducedNorm, (16,)
+
+
+def test_a_class_may_say_how_it_is_pickled() -> None:
+    """What it says makes a whole module, which can be patched again."""
+    model = nn.Sequential(ReducedNorm(16))
+    kf.patch(model)
+    x = torch.randn(2, 16)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close(twin(x), model(x))
+
+
+def test_a_patch_among_fake_tensors() -> None:
+    """A model of fake tensors is patched as one on `meta` is; so other modes, such as counters, see no examination."""
+    with FakeTensorMode():
+        model = nn.Sequential(Summed(nn.LayerNorm(16)), Gated(nn.SiLU()))
+        assert len(kf.patch(model).replaced) == 3
+        assert model(torch.randn(2, 16)).shape == (2, 16)
+
+
+def test_a_patch_that_is_stopped_leaves_the_model() -> None:
+    """All modules are changed, or none."""
+
+    def stop(x: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+    model = nn.Sequential(nn.LayerNorm(16), Call(stop))
+    with pytest.raises(KeyboardInterrupt):
+        kf.patch(model)
+    assert type(model[0]) is nn.LayerNorm
+
+
+def test_unpatch_finds_methods_that_a_module_holds() -> None:
+    """accelerate's hooks keep the forward that they replace, and put it back on the instance."""
+    model, x = nn.LayerNorm(16), torch.randn(64, 16)
+    expected = model(x)
+    kf.patch(model)
+    model.forward = model.forward  # type: ignore[method-assign]
+    kf.unpatch(model)
+    assert vars(model)["forward"].__func__ is nn.LayerNorm.forward
+    assert torch.equal(model(x), expected)
 
 
 def test_a_subclass_made_elsewhere_is_rewritten() -> None:

@@ -10,18 +10,19 @@ from kernel_fusion.patching.norm_fit import Examination
 from kernel_fusion.patching.norms import Case, Key, NormForm
 
 _PLAIN = (Tensor, nn.Parameter)
+_ELSEWHERE = ("DTensor", "FakeTensor")
 
 
 def confirm(module: nn.Module, form: NormForm, after_sum: bool = False, modulated: bool = False) -> str | None:
     """Why the norm, or the norm of a sum together with the sum, should not be replaced after all, or None.
 
     With `modulated`, scale and shift of samples follow the norm, and a gate multiplies a term of the sum. Parameters
-    on `meta`, or sharded and gathered only while the model runs, cannot be checked.
+    on `meta`, fake, or sharded and gathered only while the model runs, cannot be checked.
     """
     parameters = [p for p in module._parameters.values() if p is not None]
     if any(not p.is_floating_point() for p in parameters):
         return "its parameters are quantised"
-    if any(type(p) not in _PLAIN and type(p).__name__ != "DTensor" for p in parameters):
+    if any(type(p) not in _PLAIN and type(p).__name__ not in _ELSEWHERE for p in parameters):
         return f"its parameters are {type(parameters[0]).__name__}s"
     if any(p.is_meta or type(p) not in _PLAIN or p.device.type not in ("cpu", "cuda") for p in parameters):
         return None

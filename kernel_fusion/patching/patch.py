@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import types
 from collections.abc import Callable
@@ -88,7 +89,7 @@ def patch(
     checks.rounding("patch", rounding, "match")
     start = time.perf_counter()
     walk = _Walk(rounding)
-    with examining():
+    with examining(), walk.undo:
         named = [(name, module) for name, module in model.named_modules() if not _is_ours(module)]
         walk.report.model = type(model).__name__
         walk.report.already = sum(plan_of(module) is not None for _, module in named)
@@ -100,6 +101,7 @@ def patch(
         for name, module in named:
             walk.expressions(name, module, mlps, residuals, dropouts, rotary)
         walk.mark_angles()
+        walk.undo.pop_all()
     walk.report.seconds = time.perf_counter() - start
     return walk.report
 
@@ -146,6 +148,7 @@ class _Walk:
         self.makers: list[tuple[str, nn.Module, AnglesForm]] = []
         self.layouts = {ONCE}  # of angles that functions can be given
         self.turned: set[str] = set()  # of angles that they are given
+        self.undo = contextlib.ExitStack()  # after an error, as of Ctrl-C
 
     def once(self, key: Any, examine: Callable[[], T]) -> T:
         """The answer for a key, examined once."""
@@ -169,6 +172,7 @@ class _Walk:
         if not isinstance(answer, str):
             try:
                 change(module, answer)
+                self.undo.callback(restore, module)
             except TypeError as error:
                 answer = f"its class allows no subclass: {error}"
         lines = self.report.left if isinstance(answer, str) else self.report.replaced
@@ -301,6 +305,8 @@ def _may_be_ours(module: nn.Module) -> bool:
     kind = type(module)
     if kind.__module__.startswith("torch."):
         return kind in _TORCH_NORMS or kind.__module__ == "torch.nn.modules.activation"
+    if any(p is not None and nn.parameter.is_lazy(p) for p in module._parameters.values()):
+        return False
     return not isinstance(module, nn.Linear | nn.Embedding | nn.modules.conv._ConvNd)
 
 

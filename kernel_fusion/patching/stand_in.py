@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from kernel_fusion.patching.swap import original_class
 
@@ -123,8 +124,11 @@ def _value(module: nn.Module, value: Any) -> Any:
         return kind, value
     if isinstance(value, types.MethodType) and value.__self__ is module:
         return value.__func__
-    plain = type(value).__hash__ is not None and not isinstance(value, tuple | functools.partial)
-    return (kind, value) if plain else repr(value)
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return repr(value) if isinstance(value, tuple | functools.partial) else (kind, value)
 
 
 def plain_settings(module: nn.Module, *without: Any) -> tuple[tuple[str, Any], ...]:
@@ -170,6 +174,7 @@ def examining() -> Iterator[None]:
         warnings.catch_warnings(),
         torch.autocast("cpu", enabled=False),
         torch.inference_mode(False),
+        _disable_current_modes(),  # such as FakeTensorMode
         torch.device("cpu"),
         torch.random.fork_rng([]),
     ):

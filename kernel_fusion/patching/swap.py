@@ -7,6 +7,7 @@ pickles store the original class and the plan, and make the subclass again.
 from __future__ import annotations
 
 import functools
+import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -49,8 +50,12 @@ def change(module: nn.Module, plan: Plan) -> None:
 
 
 def restore(module: nn.Module) -> None:
-    """Give a changed module its own class back."""
-    object.__setattr__(module, "__class__", original_class(type(module)))
+    """Give a changed module its own class back, and its own methods where it holds some, as accelerate's hooks do."""
+    kind, own = type(module), vars(module)
+    object.__setattr__(module, "__class__", original_class(kind))
+    for name, value in own.items():
+        if isinstance(value, types.MethodType) and vars(kind).get(value.__name__) is value.__func__:
+            own[name] = types.MethodType(getattr(type(module), value.__name__), module)
 
 
 @functools.cache
@@ -60,7 +65,7 @@ def changed_class(original: Any, plan: Plan) -> type[nn.Module]:
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
         """Pickle and copy the original class and the plan, because nobody can import the subclass."""
         reduced: Any = super(kind, self).__reduce_ex__(max(2, int(protocol)))
-        if type(self) is not kind:  # somebody's subclass
+        if type(self) is not kind or reduced[0].__name__ != "__newobj__":  # somebody's subclass, or `__reduce__`
             return reduced  # type: ignore[no-any-return]
         _, (_, *args), *state = reduced
         return _new, (original, plan, *args), *state
