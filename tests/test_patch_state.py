@@ -626,6 +626,7 @@ class Written(nn.Module):
         ("input_written", ["h = a * 1", "y = self.bare(h)", "return y * (1 + h.mul_(2)) + b"]),
         ("view_written", ["h = a * 1", "g = self.act(h.view(4, 16))", "h += b", "return g * h"]),
         ("sum_written", ["h = a + b", "return self.write(h) + self.norm(h)"]),
+        ("named_within", ["h = a * 1", "return h * 2 + self.bare((h := b)) * (1 + a)"]),
         ("condition", ["h = a[:, 1:] + b[:, 1:]", "return self.norm(h) if h.shape[1] == 16 else h"]),
         ("short_cut", ["h = a[:, 1:] + b[:, 1:]", "return h if h.shape[1] != 16 or self.norm(h) is None else a"]),
     ],

@@ -284,8 +284,9 @@ def _children(node: ast.AST, kind: type[Any]) -> Iterator[tuple[tuple[ast.AST, s
 
 
 def _writes(node: ast.AST) -> bool:
-    """Whether it calls a method that writes in place, by its name."""
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr.endswith("_")
+    """Whether it calls a method that writes in place, by its name, or names a value within an expression."""
+    in_place = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr.endswith("_")
+    return in_place or isinstance(node, ast.NamedExpr)
 
 
 def _may_write(node: ast.AST) -> bool:
