@@ -69,6 +69,30 @@ class BufferNorm(nn.Module):
         return F.layer_norm(x, (16,), self.weight, self.bias)
 
 
+class SteppedNorm(BufferNorm):
+    """LayerNorm, after its first step."""
+
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self.register_buffer("steps", torch.tensor(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (16,), self.weight) if self.steps < 5 else x
+
+
+class PositiveNorm(nn.Module):
+    """RMSNorm by the absolute values of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (16,), self.weight.abs(), 1e-6)
+
+
 class MovingNorm(BufferNorm):
     """LayerNorm that counts what it has seen in a buffer."""
 
@@ -167,6 +191,15 @@ class SwitchedNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) if self.on else input
+
+
+class DefaultNorm(nn.LayerNorm):
+    """LayerNorm with a number that is its class's."""
+
+    scale = 1.0
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * self.scale
 
 
 class Swish(nn.Module):
@@ -280,9 +313,12 @@ def test_a_model_in_evaluation_may_be_trained_later(model: nn.Module) -> None:
     assert_same(model.eval(), nn.Module.train)
 
 
-def test_a_buffer_may_change_later() -> None:
-    """A checkpoint may be loaded after the patch."""
-    assert_same(nn.Sequential(BufferNorm(0.0)), lambda model: model[0].bias.fill_(3.0))
+@pytest.mark.parametrize(
+    ("norm", "name"), [(BufferNorm(0.0), "bias"), (SteppedNorm(), "steps"), (PositiveNorm(), "weight")], ids=str
+)
+def test_tensors_may_change_later(norm: nn.Module, name: str) -> None:
+    """A checkpoint may be loaded after the patch, and weights may become negative."""
+    assert_same(nn.Sequential(norm), lambda model: model[0].state_dict()[name].fill_(-7 if name == "weight" else 7))
 
 
 @pytest.mark.parametrize(
@@ -292,9 +328,10 @@ def test_a_buffer_may_change_later() -> None:
         (Summed(SwitchedNorm()), lambda module: setattr(module.norm, "on", False)),
         (Swish(), lambda module: setattr(module, "beta", 1.702)),
         (nn.RMSNorm(16), lambda module: setattr(module, "eps", 1.0)),
+        (DefaultNorm(16), lambda module: setattr(module, "scale", 3.0)),
         (nn.LayerNorm(16, bias=False), lambda module: setattr(module, "bias", nn.Parameter(torch.ones(16)))),
     ],
-    ids=["norm", "sum", "activation", "eps", "bias"],
+    ids=["norm", "sum", "activation", "eps", "class", "bias"],
 )
 def test_settings_may_change_later(module: nn.Module, change: Any) -> None:
     """A patched norm or activation whose attributes are set anew computes by them."""

@@ -122,8 +122,14 @@ def _function(examination: Examination, gate_name: str) -> NormForm | str:
         exact = examination.exact(form)(*wide)
         if same_function(found[2].flatten(1), exact.flatten(1)):
             if all(same_function(y.flatten(1), exact.flatten(1)) for y in found.values()):
-                if not examination.stand_in.is_steady(*(t.reshape(2, 9, *examination.row) for t in (x, *gate))):
+                inputs = [t.reshape(2, 9, *examination.row) for t in (x, *gate)]
+                if not examination.stand_in.is_steady(*inputs):
                     return "it keeps something, or its result depends on a buffer or on training"
+                others = [-100 * p for p in parameters]
+                y = attempt(examination.theirs, *inputs, *others)
+                exact = examination.exact(form)(*(t.double() for t in (*inputs, *others)))
+                if y is None or not same_function(y.flatten(2), exact.flatten(2)):
+                    return "it limits its parameters"
                 return form if len(found) == 3 else replace(form, dims=tuple(found))
             return "it normalises other dimensions where the input has more of them"
     return "it computes none of our norms over the last dimensions"

@@ -107,7 +107,11 @@ def _alike(value: Any, other: Any) -> bool:
 
 
 def _other(buffer: Tensor | None) -> Tensor | None:
-    return buffer if buffer is None or not buffer.is_floating_point() else buffer * 1.5 + 0.25
+    if buffer is None:
+        return None
+    if buffer.dtype == torch.bool:
+        return ~buffer
+    return buffer * 1.5 + 0.25 if buffer.is_floating_point() else buffer + 1000
 
 
 def settings(module: nn.Module) -> tuple[Any, ...]:
@@ -132,10 +136,14 @@ def _value(module: nn.Module, value: Any) -> Any:
 
 
 def plain_settings(module: nn.Module, *without: Any) -> tuple[tuple[str, Any], ...]:
-    """Attributes that are numbers, texts or None, and absent parameters, to compare at later calls."""
-    own = {**vars(module), **module._parameters}
+    """Attributes, also of its class, that are numbers, texts or None, and absent parameters, to compare in calls."""
+    own: dict[str, Any] = {}
+    for kind in reversed(type(module).__mro__):
+        own |= {} if kind.__module__.startswith("torch.nn.") else vars(kind)
+    own |= {**vars(module), **module._parameters}
     names = own.keys() - _OF_EVERY_MODULE - {*without, "_is_hf_initialized"}
-    return tuple((name, own[name]) for name in sorted(names) if type(own[name]) in _PLAIN)
+    plain = [name for name in names if type(own[name]) in _PLAIN and not name.startswith("__")]
+    return tuple((name, own[name]) for name in sorted(plain))
 
 
 def has_still(module: nn.Module, known: tuple[tuple[str, Any], ...]) -> bool:
