@@ -137,6 +137,14 @@ def test_angles_that_were_changed_are_not_taken(in_place: bool) -> None:
         assert torch.equal(patched(x), model(x))
 
 
+@pytest.mark.parametrize("change", [lambda t: t.clamp(-50, 50), Tensor.detach], ids=["clipped", "detached"])
+def test_a_function_that_changes_heads_first_is_left(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large heads and gradients show it, and the report does not claim otherwise."""
+    whole = turn
+    monkeypatch.setitem(globals(), "turn", lambda q, k, cos, sin: whole(change(q), k, cos, sin))
+    assert kf.patch(Turning()).replaced == []
+
+
 @pytest.mark.parametrize("angles", [Unlike, Pairs])
 def test_angles_of_another_form_leave_the_function(angles: type[Angles]) -> None:
     """Halves that differ, and pairs for a function of halves, are the model's own affair; the report says so."""
