@@ -370,6 +370,12 @@ def test_a_detached_gradient_stays_so(module: nn.Module) -> None:
     torch.testing.assert_close(patched[0].weight.grad, model[0].weight.grad)
 
 
+@pytest.mark.parametrize("limit", [20.0, 65504.0])
+def test_an_activation_with_a_limit_is_left(limit: float) -> None:
+    """Also with that of fp16, which is far away."""
+    assert kf.patch(nn.Sequential(Call(lambda x: (x * torch.sigmoid(x)).clamp(max=limit)))).replaced == []
+
+
 def test_what_a_norm_keeps_of_its_calls_is_kept() -> None:
     """A norm that writes to itself runs its own forward."""
     model = nn.Sequential(CountingNorm(16))
