@@ -778,12 +778,16 @@ def test_a_patch_that_is_stopped_leaves_the_model() -> None:
     assert type(model[0]) is nn.LayerNorm
 
 
-def test_unpatch_finds_methods_that_a_module_holds() -> None:
+@pytest.mark.parametrize("before", [True, False])
+def test_methods_that_a_module_holds_are_exchanged(before: bool) -> None:
     """accelerate's hooks keep the forward that they replace, and put it back on the instance."""
     model, x = nn.LayerNorm(16), torch.randn(64, 16)
     expected = model(x)
-    kf.patch(model)
+    if before:
+        model.forward = model.forward  # type: ignore[method-assign]
+    assert len(kf.patch(model).replaced) == 1
     model.forward = model.forward  # type: ignore[method-assign]
+    assert vars(model)["forward"].__func__ is not nn.LayerNorm.forward
     kf.unpatch(model)
     assert vars(model)["forward"].__func__ is nn.LayerNorm.forward
     assert torch.equal(model(x), expected)

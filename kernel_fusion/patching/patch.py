@@ -22,7 +22,7 @@ from kernel_fusion.patching.rewriter import Site
 from kernel_fusion.patching.rotary import ONCE, AnglesForm, confirm_rotary, fit_angles, fit_rotary
 from kernel_fusion.patching.sites import Act, identity, is_dropout
 from kernel_fusion.patching.stand_in import buffers, examining, settings
-from kernel_fusion.patching.swap import Plan, change, is_changed, original_class, plan_of, restore
+from kernel_fusion.patching.swap import Plan, change, holds_own, is_changed, original_class, plan_of, restore
 
 _TORCH_NORMS = (nn.LayerNorm, nn.RMSNorm)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
@@ -319,7 +319,7 @@ def _hands_off(module: nn.Module) -> str | None:
     """Why a module that somebody has changed is left alone, or None."""
     if isinstance(module, torch.jit.ScriptModule):
         return "it is compiled by TorchScript"
-    if "forward" in vars(module):
+    if "forward" in vars(module) and not holds_own(module, module.forward):
         return "its forward was replaced on the instance"
     return None
 

@@ -46,16 +46,26 @@ def plan_of(module: nn.Module) -> Plan | None:
 def change(module: nn.Module, plan: Plan) -> None:
     """Give a module the class that carries out `plan`."""
     kind: Any = type(module)
-    object.__setattr__(module, "__class__", changed_class(kind, plan))
+    _exchange(module, changed_class(kind, plan))
 
 
 def restore(module: nn.Module) -> None:
-    """Give a changed module its own class back, and its own methods where it holds some, as accelerate's hooks do."""
-    kind, own = type(module), vars(module)
-    object.__setattr__(module, "__class__", original_class(kind))
-    for name, value in own.items():
-        if isinstance(value, types.MethodType) and vars(kind).get(value.__name__) is value.__func__:
-            own[name] = types.MethodType(getattr(type(module), value.__name__), module)
+    """Give a changed module its own class back."""
+    _exchange(module, original_class(type(module)))
+
+
+def _exchange(module: nn.Module, kind: type[nn.Module]) -> None:
+    """Give a module a class, and its methods where the module holds some, as after accelerate's hooks."""
+    held = [name for name, value in vars(module).items() if holds_own(module, value)]
+    object.__setattr__(module, "__class__", kind)
+    for name in held:
+        vars(module)[name] = types.MethodType(getattr(kind, vars(module)[name].__name__), module)
+
+
+def holds_own(module: nn.Module, value: Any) -> bool:
+    """Whether this, which a module holds, is a method of its class."""
+    bound = isinstance(value, types.MethodType) and value.__self__ is module
+    return bound and getattr(type(module), value.__name__, None) is value.__func__
 
 
 @functools.cache
