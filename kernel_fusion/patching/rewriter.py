@@ -89,10 +89,12 @@ class Rewriter:
                 if sum(name == operand.id and place > _end(earlier) for name, place in self.loads) != 1:
                     return None
                 call = _call(earlier.value)
-                # Statements between may write into a named tensor, or into a view, but not into a call's result.
+                # Statements between may write into a named tensor, or a view of one, but not into a layer's result.
                 between = before[before.index(earlier) + 1 :]
-                kept = not between or (call is not None and isinstance(call.args[0], ast.Call))
-                kept = kept and not any(_may_write(n) for each in between for n in ast.walk(each))
+                gate = call.args[0] if call else None
+                kept = not between or isinstance(gate, ast.Call)
+                if isinstance(gate, ast.Call) and not ast.unparse(gate.func).startswith("self."):
+                    kept = not any(_may_write(n) for each in between for n in ast.walk(each))
                 return call if kept and len(earlier.targets) == 1 else None
         return None
 
