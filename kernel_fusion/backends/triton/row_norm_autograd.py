@@ -59,7 +59,7 @@ def gradients(ctx: Any, grads: tuple[Any, ...], through: Callable[..., list[Tens
     places = 0, ctx.other, 3, 4, PLACES["residual_gate"]
     found: list[Tensor | None] = [None] * (FIRST + len(ARGUMENTS))
     if dy is not None or dh is not None:
-        wants = [ctx.needs_input_grad[i] for i in places]
+        wants = [ctx.needs_input_grad[i] and (dy is not None or i not in (3, 4)) for i in places]
         for place, gradient in zip(places, through(ctx, dy, dh, wants), strict=True):
             found[place] = gradient
     return tuple(found)

@@ -79,9 +79,9 @@ struct RowNormBackward : SavingNode {
     const OptionalTensor dh = grads.size() > 1 ? optional(std::move(grads[1])) : std::nullopt;
     if (!grads[0].defined() && !dh) return no_gradients();
     const Tensor input = saved(kInput);
+    std::array<bool, 5> wanted;  // without dy, weight and bias have no gradient, not one of zeros
+    for (size_t i = 0; i < wanted.size(); ++i) wanted[i] = wants(i) && (grads[0].defined() || (i != 1 && i != 2));
     const Tensor dy = grads[0].defined() ? std::move(grads[0]) : at::_ops::zeros_like::call(input, y_dtype, {}, {}, {}, {});
-    std::array<bool, 5> wanted;
-    for (size_t i = 0; i < wanted.size(); ++i) wanted[i] = wants(i);
     const OptionalTensor w = optional(saved(kWeight)), b = optional(saved(kBias));
     const UnpackedStages stages = this->stages();
     if (at::GradMode::is_enabled()) return differentiable(dy, dh, {input, w, b, stages.row()}, stages, wanted);
