@@ -461,6 +461,22 @@ def test_defaults_of_the_user_change_nothing(dtype: torch.dtype) -> None:
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_patch_within_autocast(device: str) -> None:
+    """An examination, also on a GPU, sees no autocast of the user's, who has it afterwards."""
+
+    def plain(x: Tensor) -> Tensor:
+        assert not torch.is_autocast_enabled(device)
+        return x * torch.sigmoid(x)
+
+    torch.set_autocast_enabled(device, True)
+    try:
+        assert len(kf.patch(nn.Sequential(Call(plain))).replaced) == 1
+        assert torch.is_autocast_enabled(device)
+    finally:
+        torch.set_autocast_enabled(device, False)
+
+
 def test_a_patched_model_computes_shapes_on_meta() -> None:
     """Tensors without data go through norms, sums and softmaxes as before."""
     model = nn.Sequential(Summed(nn.LayerNorm(16)), nn.LayerNorm(16), nn.Softmax(-1))

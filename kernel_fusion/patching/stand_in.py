@@ -181,6 +181,7 @@ def examining() -> Iterator[None]:
         _one_at_a_time,
         warnings.catch_warnings(),
         torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False),
         torch.inference_mode(False),
         _disable_current_modes(),  # such as FakeTensorMode
         torch.device("cpu"),
