@@ -12,8 +12,10 @@ import torch
 from support import CPU, EAGER
 from test_patch import assert_no_worse, outcomes, randomized
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import kernel_fusion as kf
+from kernel_fusion.patching.rotary import fit_rotary
 
 
 class Angles(nn.Module):
@@ -113,6 +115,23 @@ def test_queries_and_keys_turn_in_one_launch(kinds: Any, dtype: torch.dtype) -> 
     kf.unpatch(patched)
     with EAGER.ran():
         assert torch.equal(patched(x), model(x))
+
+
+@pytest.mark.parametrize("within", ["checkpoint", "grad"])
+def test_a_loaded_model_may_run_first_within(within: str) -> None:
+    """It examines its functions at its first call, and no checkpoint or transform of the call sees that."""
+    model, x = randomized(Turning()), torch.randn(2, 5, 32)
+    patched = copy.deepcopy(model)
+    kf.patch(patched)
+    fit_rotary.cache_clear()
+
+    def gradient(model: nn.Module) -> Tensor:
+        if within == "grad":
+            return torch.func.grad(lambda x: model(x).square().sum())(x)
+        leaf = x.clone().requires_grad_()
+        return torch.autograd.grad(checkpoint(model, leaf, use_reentrant=False).square().sum(), leaf)[0]
+
+    torch.testing.assert_close(gradient(patched), gradient(model))
 
 
 class Doubling(nn.Module):

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from kernel_fusion.patching.swap import original_class
@@ -174,6 +175,13 @@ def arguments(function: Any) -> list[inspect.Parameter] | None:
     return [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
+def _no_hooks() -> contextlib.AbstractContextManager[None]:
+    """Within, no checkpoint sees which tensors are saved; torch.func allows no hooks at all."""
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+
+
 @contextlib.contextmanager
 def examining() -> Iterator[None]:
     """Within: one thread, faster for small tensors, new tensors on the CPU, and no warnings from unknown code."""
@@ -184,6 +192,8 @@ def examining() -> Iterator[None]:
         torch.autocast("cuda", enabled=False),
         torch.inference_mode(False),
         _disable_current_modes(),  # such as FakeTensorMode
+        temporarily_clear_interpreter_stack(),  # torch.func's
+        _no_hooks(),
         torch.device("cpu"),
         torch.random.fork_rng([]),
     ):
