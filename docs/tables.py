@@ -18,7 +18,7 @@ import table_combinations as combinations
 import table_operations as operations
 import table_published as published
 from table_faults import planted
-from table_parts import H100, H200, RESULTS, ROOT, Cell, best_peer, cells_of, digits, over_floor, sources, table
+from table_parts import H200, RESULTS, ROOT, Cell, best_peer, cells_of, digits, over_floor, sources, table
 from table_plans import PLANNED_LENGTHS, plans
 from table_results import costs, kept
 
@@ -237,13 +237,13 @@ def step_memory() -> Iterator[str]:
     yield ""
 
 
-_PROFILE = H100 / "step-profile-llama-3-8b.json"
+_PROFILE = "step-profile-llama-3-8b.json"
 _LEFT = ("additions", "copies, conversions", "loss", "embedding", "other")
 
 
 def step_profile() -> Iterator[str]:
     """The time of a training step's kernels by kind, what could be fused last."""
-    kernels = json.loads(_PROFILE.read_text())["kernels"]
+    kernels = json.loads((H200 / _PROFILE).read_text())["kernels"]
     spent = Counter[tuple[str, str]]()
     for kernel in kernels:
         for kind in (kernel["kind"], "all"):
@@ -252,7 +252,7 @@ def step_profile() -> Iterator[str]:
     contenders = [name for name in _STEPS if ("all", name) in spent]
     rows = [[kind, *(digits(spent[kind, name]) for name in contenders)] for kind in (*kinds, *_LEFT, "all")]
     yield from table(["kernels", *(f"{_STEPS[name]}, ms" for name in contenders)], rows)
-    yield sources(_PROFILE.name, folder=_PROFILE.parent)
+    yield sources(_PROFILE)
     yield ""
 
 
