@@ -156,6 +156,16 @@ def test_angles_that_were_changed_are_not_taken(in_place: bool) -> None:
         assert torch.equal(patched(x), model(x))
 
 
+def test_angles_that_were_changed_in_inference_mode() -> None:
+    """Nothing counts writes there, so the angles are read where the call finds them."""
+    model = randomized(Turning())
+    model.between = Doubling(True)
+    patched, x = copy.deepcopy(model), torch.randn(2, 5, 32)
+    kf.patch(patched)
+    with torch.inference_mode(), CPU.ran():
+        torch.testing.assert_close(patched(x), model(x))
+
+
 @pytest.mark.parametrize("change", [lambda t: t.clamp(-50, 50), Tensor.detach], ids=["clipped", "detached"])
 def test_a_function_that_changes_heads_first_is_left(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Large heads and gradients show it, and the report does not claim otherwise."""

@@ -36,16 +36,16 @@ _HALVE: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Mark(NamedTuple):
-    """One angle per pair, beside the tensor that repeats them."""
+    """One angle per pair, beside the tensor that repeats them, of which nobody knows writes in inference mode."""
 
     layout: str
     once: Tensor
     version: int
 
-
-def _version(t: Tensor) -> int:
-    """Changes when somebody writes into the tensor, if that was not made in inference mode."""
-    return 0 if t.is_inference() else t._version
+    @classmethod
+    def of(cls, t: Tensor, layout: str) -> Mark:
+        """The mark of a tensor as it is now."""
+        return cls(layout, _HALVE[layout](t).contiguous(), 0 if t.is_inference() else t._version)
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,13 @@ class AnglesForm(Plan):
 
     def methods(self, original: type[nn.Module]) -> Mapping[str, Callable[..., Any]]:
         """A marking forward."""
-        halve = _HALVE[self.layout]
 
         def forward(self_: nn.Module, *args: Any, **kwargs: Any) -> Any:
             found = original.forward(self_, *args, **kwargs)
             if isinstance(found, tuple) and not is_captured():
                 for t in found:
                     if type(t) is Tensor and not t.requires_grad:
-                        setattr(t, _MARK, Mark(self.layout, halve(t).contiguous(), _version(t)))
+                        setattr(t, _MARK, Mark.of(t, self.layout))
             return found
 
         return {"forward": forward}
@@ -140,7 +139,11 @@ class RotaryForm(NamedTuple):
         if self.layout == ONCE:
             return t
         mark = getattr(t, _MARK, None)
-        return mark.once if mark and mark.layout == self.layout and mark.version == _version(t) else None
+        if not mark or mark.layout != self.layout:
+            return None
+        if t.is_inference():
+            return Mark.of(t, self.layout).once
+        return mark.once if mark.version == t._version else None
 
     def _fits(self, heads: list[Tensor], cos: Tensor, sin: Tensor, dim: int) -> bool:
         """Whether heads and angles fit together."""
