@@ -161,8 +161,8 @@ def _check_batch(device: str, backend: str) -> None:
 def test_a_row_does_not_depend_on_the_others(ranks: Ranks, backend: str, request: pytest.FixtureRequest) -> None:
     """The bits of y and dx of a row are the same in calls of other numbers of rows."""
     if (ranks.device, backend) == ("cuda", "eager"):
-        reason = "the sums of a rank's columns are PyTorch's, whose order on a GPU may depend on the number of rows"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=False))  # on two GPUs it does not
+        reason = "the sums of a rank's columns are PyTorch's, whose order on a GPU depends on the number of rows"
+        request.applymarker(pytest.mark.xfail(torch.cuda.device_count() != 2, reason=reason, strict=True))
     ranks(_check_batch, backend)
 
 

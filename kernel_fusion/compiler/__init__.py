@@ -31,7 +31,7 @@ def fuse(gm: GraphModule, *, compiled: bool = False) -> Fused:
         gm: the graph that Dynamo hands to a backend: calls of PyTorch's functions, not of ATen, with the shapes and
             dtypes of all values. Nodes without them are left alone.
         compiled: whether a compiler that fuses, such as Inductor, gets the graph afterwards. Then these stay: gates and
-            activations; norms without a weight, which become one kernel with their modulation; and norms of less than
+            activations; norms without a weight, which become one kernel with their modulation; and norms of fewer than
             2 million elements on a GPU, for the compiler's kernels take the host less time than an operator.
 
     Returns:
@@ -66,7 +66,7 @@ def fuse(gm: GraphModule, *, compiled: bool = False) -> Fused:
 def backend(inner: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
     """A backend of `torch.compile` that fuses and then calls another backend.
 
-    Inductor keeps what it fuses as well, see :func:`fuse`; other backends get operators.
+    Inductor keeps what it fuses well itself, see :func:`fuse`; other backends get operators.
 
     Args:
         inner: the other one, by name ("inductor", "aot_eager", "cudagraphs"...) or as a function.

@@ -103,7 +103,7 @@ def same_shape(a: Tensor, b: Tensor) -> bool:
 
 
 def only_user(node: Node, user: Node | None = None) -> Node | None:
-    """The only reader of `node`, or None if it is not `user`."""
+    """The only reader of `node`; None if there are others, or it is not `user`."""
     users = list(node.users)
     return users[0] if len(users) == 1 and user in (None, users[0]) else None
 

@@ -50,7 +50,7 @@ class Fused:
 
 
 def fuse_graph(graph: Graph, *, compiled: bool = False) -> Fused:
-    """Replace everything possible in one graph, in place; if `compiled`, what a compiler does no better."""
+    """`fuse` for one graph."""
     nothing, fused = Fused(), Fused()
     _hoist_numbers(graph)
     # Norms claim dropouts, and gates activations, first.

@@ -37,7 +37,7 @@ def refusal(verb: str, option: str, other: str, got: str = "") -> ValueError:
 
 
 def without_kernels(what: str, backend: str) -> str | None:
-    """The reason, or None."""
+    """Why `backend` has no kernels for a verb or option, or None."""
     return WITHOUT_KERNELS.get(what, {}).get(backend)
 
 
@@ -222,7 +222,7 @@ def _is_size(value: Any) -> bool:
 
 REFUSALS = (TypeError, RuntimeError, AttributeError)
 
-# A kind's name in errors, and its test; Dynamo asks no symbol for attributes.
+# A kind's name in errors, and its test, types first: Dynamo cannot ask a symbol for attributes.
 _Kind = tuple[str, Callable[[Any], bool]]
 NUMBER: _Kind = ("a number", lambda v: isinstance(v, (int, float)) or hasattr(v, "__float__"))
 INT: _Kind = ("an int", lambda v: isinstance(v, int) or hasattr(v, "__index__"))
@@ -243,11 +243,11 @@ _KINDS: dict[str, _Kind] = {
 }
 
 
-def of_kind(verb: str, argument: str, value: object, kind: _Kind) -> None:
-    """Raise unless it is."""
+def of_kind(verb: str, argument: str, value: object, kind: _Kind, cause: Exception | None = None) -> None:
+    """Raise unless the value is of this kind."""
     expected, fits = kind
     if not fits(value):
-        raise TypeError(f"`{verb}`: `{argument}` must be {expected}, got {described(value)}")
+        raise TypeError(f"`{verb}`: `{argument}` must be {expected}, got {described(value)}") from cause
 
 
 def explain(verb: str, error: Exception, tensors: dict[str, Any], *, broadcast: bool = False, **others: Any) -> None:
@@ -270,7 +270,7 @@ def explain(verb: str, error: Exception, tensors: dict[str, Any], *, broadcast: 
         if getattr(value, "is_nested", False):
             return
     for name, value in others.items():
-        of_kind(verb, name, value, _KINDS[name])
+        of_kind(verb, name, value, _KINDS[name], error)
     if str(error).startswith("`"):
         return  # ours
     if broadcast and not _broadcast(*(value.shape for value in there.values())):

@@ -36,16 +36,11 @@ _HALVE: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Mark(NamedTuple):
-    """One angle per pair, beside the tensor that repeats them, of which nobody knows writes in inference mode."""
+    """How a tensor repeats its angles, and each once in a version; None in inference mode, which counts no writes."""
 
     layout: str
-    once: Tensor
-    version: int
-
-    @classmethod
-    def of(cls, t: Tensor, layout: str) -> Mark:
-        """The mark of a tensor as it is now."""
-        return cls(layout, _HALVE[layout](t).contiguous(), 0 if t.is_inference() else t._version)
+    once: Tensor | None = None
+    version: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,16 +54,22 @@ class AnglesForm(Plan):
 
     def methods(self, original: type[nn.Module]) -> Mapping[str, Callable[..., Any]]:
         """A marking forward."""
+        layout = self.layout
 
         def forward(self_: nn.Module, *args: Any, **kwargs: Any) -> Any:
             found = original.forward(self_, *args, **kwargs)
             if isinstance(found, tuple) and not is_captured():
                 for t in found:
                     if type(t) is Tensor and not t.requires_grad:
-                        setattr(t, _MARK, Mark.of(t, self.layout))
+                        mark = Mark(layout) if t.is_inference() else Mark(layout, _halved(t, layout), t._version)
+                        setattr(t, _MARK, mark)
             return found
 
         return {"forward": forward}
+
+
+def _halved(t: Tensor, layout: str) -> Tensor:
+    return _HALVE[layout](t).contiguous()
 
 
 def fit_angles(module: nn.Module) -> AnglesForm | None:
@@ -142,7 +143,7 @@ class RotaryForm(NamedTuple):
         if not mark or mark.layout != self.layout:
             return None
         if t.is_inference():
-            return Mark.of(t, self.layout).once
+            return _halved(t, self.layout)
         return mark.once if mark.version == t._version else None
 
     def _fits(self, heads: list[Tensor], cos: Tensor, sin: Tensor, dim: int) -> bool:

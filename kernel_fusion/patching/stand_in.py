@@ -184,7 +184,7 @@ def _no_hooks() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def examining() -> Iterator[None]:
-    """Within: one thread, faster for small tensors, new tensors on the CPU, and no warnings from unknown code."""
+    """Within: one thread, faster for small tensors; new tensors on the CPU; no warnings, modes or transforms."""
     with (
         _one_at_a_time,
         warnings.catch_warnings(),
