@@ -30,10 +30,7 @@ REFERENCE = {
     "models_checked.md",
     "results.md",
 }
-COMMENTS = 150  # words of comments and docstrings per 100 lines that are not empty
 FOR_TOOLS = re.compile(r"(?:#|//) *(?:type: ignore|noqa|fmt:|pragma:|namespace)[^#\n]*")  # no words
-# Docstrings with an example, and public ones of these rooms, are the reference, which has the length that it needs.
-PUBLIC = ("kernel_fusion", "kernel_fusion/functional", "kernel_fusion/nn", "kernel_fusion/kernels")
 
 COMMON = {
     r"(?:^|(?<=[.!?] ))(?:Of|By) ": "begins with a headless Of or By",
@@ -80,14 +77,12 @@ def pages() -> Iterator[tuple[str, int, str]]:
         yield f"docs/{path.name}", 10**6 if path.name in REFERENCE else PAGE, prose(path.read_text())
 
 
-def comments_of_python(text: str, public: bool) -> str:
-    """Comments and docstrings, except those of the reference."""
+def comments_of_python(text: str) -> str:
+    """Comments and docstrings."""
     found = [t.string for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type == tokenize.COMMENT]
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-            said = ast.get_docstring(node) or ""
-            named = public and not isinstance(node, ast.Module) and not node.name.startswith("_")
-            found += [] if named or ">>>" in said else [said]
+            found.append(ast.get_docstring(node) or "")
     return FOR_TOOLS.sub("", "\n".join(found))
 
 
@@ -96,27 +91,17 @@ def comments_of_cpp(text: str) -> str:
     return FOR_TOOLS.sub("", "\n".join(re.findall(r"//[^\n]*|/\*.*?\*/", text, re.DOTALL)))
 
 
-def rooms() -> dict[str, list[Path]]:
-    """The source files of the package by folder."""
-    found: dict[str, list[Path]] = {}
-    for path in sorted((ROOT / "kernel_fusion").rglob("*")):
-        if path.suffix in (".py", ".cpp", ".h", ".cuh"):
-            found.setdefault(str(path.parent.relative_to(ROOT)), []).append(path)
-    return found
+def sources() -> list[Path]:
+    """The source files of the package."""
+    paths = sorted((ROOT / "kernel_fusion").rglob("*"))
+    return [path for path in paths if path.suffix in (".py", ".cpp", ".h", ".cuh")]
 
 
-def comments(path: Path, public: bool) -> str:
-    """The comments of a source file, without their marks."""
+def comments(path: Path) -> str:
+    """The comments and docstrings of a source file, without their marks."""
     text = path.read_text()
-    found = comments_of_python(text, public) if path.suffix == ".py" else comments_of_cpp(text)
+    found = comments_of_python(text) if path.suffix == ".py" else comments_of_cpp(text)
     return re.sub(r"^(?:#|//) ?", "", found, flags=re.MULTILINE)
-
-
-def density(files: list[Path], public: bool) -> int:
-    """Words of comments per 100 lines that are not empty."""
-    said = sum(words(comments(path, public)) for path in files)
-    lines = sum(bool(line.strip()) for path in files for line in path.read_text().splitlines())
-    return round(100 * said / max(lines, 1))
 
 
 def main(everything: bool) -> int:
@@ -137,17 +122,12 @@ def main(everything: bool) -> int:
             if part.endswith((".", ":", "!")) and re.search(rule, part)
         ]
     over += [f"docs: {manual} words, at most {MANUAL}"] if manual > MANUAL else []
-    for room, files in rooms().items():
-        count = density(files, room in PUBLIC)
-        if everything:
-            print(f"{room:44} {count:4} words of comments per 100 lines")
-        over += [f"{room}: {count} words of comments per 100 lines, at most {COMMENTS}"] if count > COMMENTS else []
-        over += [
-            f"{path.relative_to(ROOT)}: {why}: {found[0]}"
-            for path in files
-            for rule, why in COMMON.items()
-            for found in re.finditer(rf"(?:{rule}).*", comments(path, False), re.MULTILINE)
-        ]
+    over += [
+        f"{path.relative_to(ROOT)}: {why}: {found[0]}"
+        for path in sources()
+        for rule, why in COMMON.items()
+        for found in re.finditer(rf"(?:{rule}).*", comments(path), re.MULTILINE)
+    ]
     if everything:
         print(f"{'docs, without reference':32} {manual:6} words")
     print("\n".join(over))
