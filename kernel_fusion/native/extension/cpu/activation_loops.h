@@ -1,4 +1,4 @@
-// Pointwise chains in registers: one loop from operands in memory to results.
+// The loops of pointwise chains. One loop reads the operands, computes in registers and stores the results.
 #pragma once
 
 #include "stages.h"
@@ -11,19 +11,19 @@ namespace kf::cpu::CPU_CAPABILITY {
 enum class Activation : int32_t { KF_ACTIVATIONS(KF_CODE) };
 #undef KF_CODE
 
-// A loop's contiguous operands; absent ones have no data.
+// The operands of a loop, all contiguous. An absent operand has no data.
 template <class A> struct ChainLoop {
   Combine combine = Combine::kFirst;
   int32_t activation = 0;
-  bool to_bf16 = false;  // forward: y is rounded to bf16 here
+  bool to_bf16 = false;  // forward: y will be rounded to bf16, so its activation may be computed less exactly
   A scale = 1;
   Source<A> a, b;
-  Source<A> kept;     // of dropout, as A: all bits set for kept elements
-  Source<A> addend;   // forward: added after dropout
+  Source<A> kept;     // dropout's mask as elements of A: all bits are set if an element is kept
+  Source<A> addend;   // forward: is added after dropout
   Source<A> dy;       // backward
   Target<A> first;    // y, or da
   Target<A> second;   // a second copy of y, or db
-  A* sums = nullptr;  // backward: also adds db to these, in whole pairs
+  A* sums = nullptr;  // backward: db is also added to these sums, in whole pairs
 
   template <class Loop, class F> static void each_source(Loop& c, F&& f) {
     for (auto* source : {&c.a, &c.b, &c.kept, &c.addend, &c.dy})
@@ -35,7 +35,7 @@ template <class A> struct ChainLoop {
   }
 };
 
-// y, and the gradients, of n elements (cpu/kernels/activation_loops.cpp).
+// Compute y, or the gradients, of n elements (cpu/kernels/activation_loops.cpp).
 template <class A> void run_values(const ChainLoop<A>& c, int64_t n);
 template <class A> void run_gradients(const ChainLoop<A>& c, int64_t n);
 

@@ -1,6 +1,7 @@
 // Chunks: buffers of the compute type A (float or double) in the L1 cache, for data that cannot be used in place.
 //
-// Contiguous elements of a type that Source reads are read in place, others kChunk<A> at a time; results likewise.
+// Contiguous elements of a type that Source reads are read where they lie. Other elements are converted into a chunk,
+// kChunk<A> at a time. Results that Target cannot store are written to a chunk first, and from there to memory.
 #pragma once
 
 #include <bit>
@@ -12,7 +13,7 @@
 
 namespace kf::cpu::CPU_CAPABILITY {
 
-// It has a switch inside: compiled once for each compute type.
+// Marks functions that switch over types at run time. They are compiled once for each compute type, and never inlined.
 #define KF_STAGE [[gnu::noinline]]
 
 template <class A> inline constexpr int64_t kChunk = 4096 / sizeof(A);
@@ -23,7 +24,7 @@ template <class A> struct alignas(64) Chunk {
   operator A*() { return values; }
 };
 
-// Calls f with a null pointer of this type.
+// Calls f with a null pointer to elements of this type, which tells f the type.
 template <class F> inline void with_type(Dtype dtype, F&& f) {
   switch (dtype) {
     case Dtype::kHalf: return f(static_cast<c10::Half*>(nullptr));
@@ -33,7 +34,7 @@ template <class F> inline void with_type(Dtype dtype, F&& f) {
   }
 }
 
-// The same for types whose accumulator is A.
+// The same, for a type whose accumulator type is A; calls nothing for others.
 template <class A, class F> inline void with_type_of(Dtype dtype, F&& f) {
   with_type(dtype, [&]<class T>(T* type) {
     if constexpr (std::is_same_v<AccOf<T>, A>) f(type);
@@ -42,7 +43,7 @@ template <class A, class F> inline void with_type_of(Dtype dtype, F&& f) {
 
 // ---- Load and store --------------------------------------------------------------------------------------------------------
 
-// One of both has the compute type.
+// Converts n elements. At least one of the types is the compute type.
 template <class From, class To> inline void convert(const From* in, int64_t n, To* out) {
   if constexpr (std::is_same_v<From, To>) std::memcpy(out, in, n * sizeof(To));
   else if constexpr (std::is_same_v<AccOf<From>, AccOf<To>>)
@@ -53,14 +54,14 @@ template <class From, class To> inline void convert(const From* in, int64_t n, T
 
 // out[i] = in[i * stride] for i in [0, n).
 template <class T> inline void gather(const T* in, int64_t stride, int64_t n, T* out) {
-  const T first = *in;  // which no store can change
+  const T first = *in;  // a copy, because the compiler cannot know that no store changes it
   if (stride == 0)
     for (int64_t i = 0; i < n; ++i) out[i] = first;
   else
     for (int64_t i = 0; i < n; ++i) out[i] = in[i * stride];
 }
 
-// The same for a type known at run time, widened to A; n at most kChunk<A>.
+// The same for a type known at run time, converted to A. n is at most kChunk<A>.
 template <class A> KF_STAGE void load_chunk(Dtype dtype, const void* p, int64_t stride, int64_t n, A* out) {
   with_type(dtype, [&]<class T>(T*) {
     const T* in = static_cast<const T*>(p);
@@ -71,7 +72,7 @@ template <class A> KF_STAGE void load_chunk(Dtype dtype, const void* p, int64_t 
   });
 }
 
-// Data for a Source: in place if it can read the type, else in `room`.
+// A Source of n elements: where they lie, if Source can read them there, otherwise copied to `room`.
 template <class A> KF_STAGE Source<A> read_chunk(Dtype dtype, const void* p, int64_t stride, int64_t n, A* room) {
   if (!Source<A>::reads(dtype)) {
     load_chunk(dtype, p, stride, n, room);
@@ -95,7 +96,8 @@ template <class A> KF_STAGE void store_chunk(Dtype dtype, const A* in, int64_t n
 
 // ---- Dropout ---------------------------------------------------------------------------------------------------------------
 
-// A word of several blocks of random bits, in the lower halves of a vector's lanes. Faster than block by block.
+// One word of several blocks of random bits, each in the lower half of a vector's lane. Several blocks at once are faster
+// than block by block.
 constexpr int64_t kLanes = sizeof(at::vec::Vectorized<float>) / 8;
 typedef unsigned long long Lanes __attribute__((vector_size(8 * kLanes)));
 constexpr unsigned long long kLowerHalf = 0xffffffff;
@@ -112,7 +114,7 @@ struct LaneProduct {
   }
 };
 
-// The words of `count` blocks from `first` on, in whole vectors.
+// Writes the random words of `count` blocks from block `first` on, rounded up to whole vectors.
 inline void draw_words(uint64_t seed, uint64_t first, int64_t count, uint32_t* words) {
   using V = at::vec::Vectorized<double>;
   Lanes block = {};
@@ -130,7 +132,8 @@ inline void draw_words(uint64_t seed, uint64_t first, int64_t count, uint32_t* w
 
 template <class A> using MaskOf = std::conditional_t<sizeof(A) == 8, uint64_t, uint32_t>;
 
-// Whether elements from `position` are kept; n at most kChunk<A>.
+// Writes a mask of all bits for each of n elements from `position` on that dropout keeps, and 0 for others. n is at most
+// kChunk<A>. `last` is the largest random number that drops an element.
 template <class A> KF_STAGE void draw_kept(uint64_t position, uint64_t seed, uint32_t last, int64_t n, MaskOf<A>* kept) {
   constexpr int64_t kBlocks = kChunk<A> / 8 + 1 + kLanes;
   const int64_t skip = static_cast<int64_t>(position % 8);

@@ -1,5 +1,5 @@
-// Memory for measurements. CPU tensors' freed memory is reused up to a size, so that no call causes page faults; an
-// allocator does about this, but depends on what was freed before. Off by default.
+// Memory for measurements, off by default. The freed memory of CPU tensors up to a given size is reused, so that no timed call
+// causes page faults. The usual allocator does nearly the same, but depends on what was freed before.
 #include <c10/core/CPUAllocator.h>
 #include <sys/mman.h>
 
@@ -14,11 +14,11 @@ struct Block {
   at::DataPtr memory;
 };
 
-// Never destroyed: a tensor may be freed last.
+// The freed blocks. It is never destroyed, because a tensor may be freed after everything else.
 struct Idle {
   std::mutex mutex;
   std::unordered_multimap<size_t, Block*> blocks;
-  size_t largest = 0;  // of the kept blocks
+  size_t largest = 0;  // the size up to which blocks are kept, in bytes
 };
 
 Idle& idle() {
@@ -66,5 +66,6 @@ void keep_memory(int64_t largest) {
 }  // namespace
 }  // namespace kf
 
-// Larger blocks are new each time. Negative: PyTorch's allocator.
+// Keeps freed blocks of at most `largest` bytes from now on; larger ones are mapped anew each time. A negative number restores
+// PyTorch's allocator. Python calls this through ctypes.
 extern "C" __attribute__((visibility("default"))) void kf_keep_memory(int64_t largest) { kf::keep_memory(largest); }

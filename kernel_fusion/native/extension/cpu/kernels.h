@@ -1,5 +1,6 @@
-// The CPU kernels as operators call them, compiled once per instruction set. A null pointer stands for what is absent or
-// not wanted; `streams` sends results past the caches.
+// The CPU kernels as the operators call them: the structs of their arguments, and a table of functions that is compiled
+// once per instruction set. A null pointer means that a tensor is absent or a result is not wanted. `streams` asks for
+// stores that bypass the caches, for results too large to stay there.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +10,9 @@
 
 namespace kf {
 
-// A row's offset in elements, as in kernels/rows.cuh.
+// The offset of a row from the first one, in elements; kernels/rows.cuh computes the same on a GPU.
 inline int64_t row_offset(const RowLayout& l, int64_t row) {
-  if (row < l.inner) return row * l.stride[2];  // spares contiguous tensors the divisions
+  if (row < l.inner) return row * l.stride[2];  // contiguous tensors need no divisions
   const int64_t outer = row / l.inner;
   return outer / l.middle * l.stride[0] + outer % l.middle * l.stride[1] + row % l.inner * l.stride[2];
 }
@@ -22,31 +23,33 @@ namespace kf::cpu {
 
 // ---- Row norms -------------------------------------------------------------------------------------------------------------
 
-// Rows of one type without stages have kernels of their own, which take bf16, and all that is per column, in the order
-// of `Interleaved` (cpu/simd.h). Other rows are `staged`.
+// Norms without stages, whose tensors have one type, have kernels of their own. Those kernels read bf16 rows, and every
+// vector of one element per column, in the order of `Interleaved` (cpu/simd.h). The `staged` kernels compute all others.
 
-// A contiguous weight or bias, and what to do with it.
+// A contiguous weight or bias, the offset to add to it, and whether its columns must be put into `Interleaved`'s order.
 struct Parameter {
   const void* data;
   double offset;
   Dtype type;
   bool interleaved;
 
+  // Whether kernels with this accumulator type can read the vector where it lies.
   bool as_is(Dtype acc) const { return type == acc && offset == 0 && !interleaved; }
 };
 
-// The columns taken at a time: their data stay in the L1 cache.
+// A stretch: the number of columns that a kernel takes at a time, so that their data stay in the L1 cache.
 inline constexpr int64_t kStretch = 2048;
 inline int64_t stretches_of(int64_t cols) { return (cols + kStretch - 1) / kStretch; }
 
-// Whether threads may share a row's columns, and how many such rows forward takes together.
+// Whether a row is long enough for several threads to share its columns, and how many such rows forward takes together.
 inline bool are_long(int64_t cols) { return cols >= 8 * kStretch; }
 inline constexpr int64_t kLongRowsTogether = 8;
 
-// With at most this many short rows the kernel itself prepares weight and bias.
+// If a call has at most this many short rows, the kernel itself prepares weight and bias, once per row.
 inline constexpr int64_t kShortRowsUnprepared = 4;
 
-// Weight and bias may be as given: the kernel then prepares them by stretches, or reads them as they are.
+// The arguments of a forward row norm. Weight and bias may be unprepared; the kernel then prepares them stretch by stretch,
+// or reads them as they are.
 struct Forward {
   const void* x;
   Parameter weight, bias;
@@ -59,11 +62,11 @@ struct Forward {
   bool rms;
   Dtype x_type, y_type;
   bool streams;
-  int64_t groups = 1;  // row r has weight and bias from r % groups * cols on; with stages only
+  int64_t groups = 1;  // row r uses weight and bias from element r % groups * cols on; staged kernels only
 };
 
-// With totals, this many rows of dweight and dbias are added in the accumulator type, their sums in double. A multiple
-// of the rows taken together.
+// Backward adds the terms of this many rows of dweight and dbias in the accumulator type, and those sums in double, if it
+// has `totals`. It is a multiple of the number of rows that kernels take together.
 inline constexpr int64_t kRowsSummed = 32;
 
 struct Backward {
@@ -73,22 +76,23 @@ struct Backward {
   const void* rstd;
   const void* weight;
   void* dx;
-  void* dweight;  // accumulator type, one row per block
+  void* dweight;  // in the accumulator type, one row per block of rows
   void* dbias;
   int64_t cols;
-  const void* dh;  // of x's type, added to dx
+  const void* dh;  // the gradient that reaches h directly, in x's type; it is added to dx
   RowLayout x_rows, dy_rows, dh_rows;
   bool rms;
   Dtype x_type, dy_type;
   bool streams;
-  bool is_far;               // rows come from memory, or nearly fill a cache
-  double* totals = nullptr;  // the column sums in double; null: none
-  int64_t groups = 1;        // as in `Forward`; a block is of samples
-  bool restores = true;      // dweight and dbias of bare bf16 rows leave `Interleaved`'s order
-  void* dgate = nullptr;     // staged kernels alone
+  bool is_far;               // the rows come from memory, or nearly fill a cache
+  double* totals = nullptr;  // room for the column sums in double, or null
+  int64_t groups = 1;        // as in `Forward`; a block then consists of samples, each with `groups` rows
+  bool restores = true;      // undo `Interleaved`'s order in dweight and dbias of unstaged bf16 rows
+  void* dgate = nullptr;     // only the staged kernels compute it
 };
 
-// With at most this many rows, threads share the columns. `parameter` is the weight as given; dweight and dbias are results.
+// If a call has at most this many rows, its threads share the columns instead of the rows. `parameter` is the weight as the
+// caller gave it, and dweight and dbias are final results instead of partial sums.
 inline constexpr int64_t kFewRows = 64;
 struct BackwardByColumns : Backward {
   int64_t rows;
@@ -96,12 +100,12 @@ struct BackwardByColumns : Backward {
   Dtype dweight_type, dbias_type;
 };
 
-// Backward sums by strips of columns and blocks of rows, so a row's dx depends on no other row. A strip is a stretch,
-// or half of one where shared rows are too short to give 16 threads work.
+// Backward sums by strips of columns and blocks of rows, so that dx of a row depends on no other row. A strip is a stretch,
+// or half a stretch if threads share rows that are too short to give work to 16 of them.
 inline int64_t strip_width(int64_t cols) { return are_long(cols) && cols < 16 * kStretch ? kStretch / 2 : kStretch; }
 inline int64_t strips_of(int64_t cols) { return (cols + strip_width(cols) - 1) / strip_width(cols); }
 
-// A stage's tensor of the input's shape.
+// A tensor of the input's shape that a stage reads, such as a gate.
 struct StageRow {
   const void* data;
   RowLayout rows;
@@ -111,50 +115,51 @@ struct StageRow {
 // The stages around the norm, as in extension/row_norm.h. Codes are positions in KF_ACTIVATIONS.
 struct Stages : StageOptions, StageRows<StageRow> {
   uint64_t seed;
-  Dtype normalized, argument;  // what norm(h) and the activation's argument are rounded to
+  Dtype normalized, argument;  // the types to which norm(h) and the activation's argument are rounded
 
+  // Whether the normalised value is rounded before it meets the weight, as `rounding="hf"` asks.
   bool rounds() const { return normalized == Dtype::kHalf || normalized == Dtype::kBFloat16; }
 };
 
-// residual is null, or h has its dtype and is contiguous.
+// The further arguments of a staged forward norm. If there is a residual, h is contiguous and has the residual's dtype.
 struct ForwardStages : Stages {
   const void* residual;
   void* h;
   RowLayout residual_rows;
   Dtype residual_type;
-  Parameter residual_gate{};  // in its own type, or prepared
+  Parameter residual_gate{};  // as the caller gave it, or prepared
 };
 
-// With a residual, x of `Backward` is h, whose type dh and dresidual have.
+// The further arguments of a staged backward norm. With a residual, x of `Backward` is h, and dh and dresidual have h's type.
 struct BackwardStages : Stages {
   bool has_residual;
-  const void* x;     // if a pre-activation or residual gate needs it
+  const void* x;     // the input, if a pre-activation or the gradient of the residual's gate needs it
   const void* bias;  // prepared
-  void* dresidual;   // or of a stage's row
+  void* dresidual;   // the gradient of the residual, or of a stage's row
   RowLayout x_rows;
-  Dtype dx_type;                        // x's too
+  Dtype dx_type;                        // the type of this x and of dx
   const void* residual_gate = nullptr;  // prepared
 };
 
-// A row's own, all of x's type.
+// Parameters of which every row has its own, such as a scale per token, and their gradients. All have x's type.
 struct OwnParameters {
-  const void *weight, *gate;                  // of row 0, as given; null: absent
-  int64_t weight_pitch, gate_pitch;           // to the next row's, in bytes
-  double offset;                              // of the weight
-  void *dweight, *dbias, *dgate, *dresidual;  // contiguous; null: not wanted
-  const void* u;                              // what the gate multiplies, if dgate is wanted
+  const void *weight, *gate;                  // those of row 0, as the caller gave them, or null
+  int64_t weight_pitch, gate_pitch;           // the distances to the next row's, in bytes
+  double offset;                              // is added to the weight
+  void *dweight, *dbias, *dgate, *dresidual;  // contiguous, or null if not wanted
+  const void* u;                              // the factor of the gate in h = residual + gate * u, if dgate is wanted
   RowLayout u_rows;
 };
 
 using PrepareParameter = void(const Parameter&, int64_t n, void* out);
-// n elements of type `acc`, rounded to `type`; `interleaved` bf16 was not restored.
+// Rounds n elements of type `acc` to `type`. `interleaved` says that they are still in the order of `Interleaved`.
 using RoundRow = void(Dtype acc, const void* row, int64_t n, Dtype type, void* out, bool interleaved);
-// Rows [begin, end).
+// The kernels take rows [begin, end).
 using RowNormForward = void(const Forward&, int64_t begin, int64_t end);
-// Piece row * stretches + s of long rows is stretch s of a row. Their moments; statistics of rows, stored if wanted;
-// results.
+// Three kernels compute long rows, whose stretches are shared among threads: the moments of stretches, then the statistics of
+// rows (stored if wanted), then the results. Piece row * stretches + s is stretch s of a row.
 struct StretchMoments {
-  double center, rest, squares;  // of x - center: mean and squared deviations; RMSNorm: of x
+  double center, rest, squares;  // rest is the mean of x - center; squares are its squared deviations, for RMSNorm those of x
 };
 struct RowStatistics {
   double mean, rstd;  // before rounding to the accumulator type
@@ -164,7 +169,8 @@ using RowNormForwardStatistics = void(const Forward&, int64_t begin, int64_t end
                                       RowStatistics* statistics);
 using RowNormForwardStretches = void(const Forward&, int64_t begin, int64_t end, const RowStatistics* statistics);
 using RowNormBackward = void(const Backward&, int64_t begin, int64_t end);
-// Strips [begin, end): each row's part of its sums, at strip * rows + row, and the strip of dweight and dbias; then dx.
+// Two kernels compute few rows by strips [begin, end). The first writes each row's part of its two sums to
+// sums[strip * rows + row], and the strip's dweight and dbias; the second writes dx.
 struct RowSums {
   double g, gx;
 };
@@ -176,17 +182,17 @@ using RowNormBackwardStaged = void(const Backward&, const BackwardStages&, int64
 
 // ---- Pointwise chains ------------------------------------------------------------------------------------------------------
 
-// A chain's operands, as in pointwise.h. Offsets from `base`, the address of y or dy, are dropout's positions.
+// The operands of a chain, as in pointwise.h. Dropout numbers an element by its offset from `base`, the address of y or dy.
 struct ChainOperands {
   const Chain& chain;
   Dtype types[5];
   const char* base;
-  bool wants[2];  // backward: da, db
-  bool wide;      // computed in double
+  bool wants[2];  // backward: whether da and db are wanted
+  bool wide;      // compute in double
   bool streams;
 };
 
-// TensorIterator's two dimensions: strides in bytes, the inner one's first.
+// The two dimensions that TensorIterator gives to a loop, with strides in bytes.
 struct Region {
   char* const* data;
   const int64_t* inner;
@@ -195,7 +201,8 @@ struct Region {
 };
 using PointwiseLoop = void(const ChainOperands&, const Region&);
 
-// Backward for a row b; dy, a and da are contiguous. Adds db of rows [begin, end) and columns [left, right) to `sums`.
+// Backward of a chain whose b is one row, such as a bias. dy, a and da are contiguous. The kernel writes da, and adds db of
+// rows [begin, end) and columns [left, right) to `sums`.
 struct ChainColumns {
   const Chain& chain;
   const char* dy;
@@ -209,24 +216,24 @@ struct ChainColumns {
 };
 using PointwiseColumns = void(const ChainColumns&, int64_t begin, int64_t end, int64_t left, int64_t right, double* sums);
 
-// Strides in elements.
+// A reduction over the middle one of three dimensions, with strides in elements.
 struct Reduction {
   Map map;
   const char* in;
   Dtype type;
   int64_t reduced, inner;
   int64_t outer_stride, reduced_stride, inner_stride;
-  bool wide;  // computed in double
+  bool wide;  // compute in double
 };
 
-// `inner` is 1: sums[i] is that of block begin + i.
+// For `inner` = 1. A row is cut into blocks of `block` elements, and sums[i] is the sum of block begin + i.
 using ReduceRows = void(const Reduction&, int64_t blocks, int64_t block, int64_t begin, int64_t end, double* sums);
-// sums[i - left] is over reduced indices [begin, end) at outer index `outer` and inner indices [left, right), at most
-// kMaxColumns.
+// sums[i - left] is the sum over reduced indices [begin, end) at outer index `outer` and inner index i, for i in
+// [left, right), which are at most kMaxColumns.
 using ReduceColumns = void(const Reduction&, int64_t outer, int64_t begin, int64_t end, int64_t left, int64_t right,
                            double* sums);
 inline constexpr int64_t kMaxColumns = 512;
-// sums[i] = the sum of rows[r * pitch + i] over `count` rows of floats or doubles, for n (at most kMaxColumns) columns.
+// sums[i] = the sum over r of rows[r * pitch + i], for `count` rows of floats or doubles and at most kMaxColumns columns.
 using AddRows = void(Dtype type, const void* rows, int64_t count, int64_t pitch, int64_t n, double* sums);
 // out[i] = sums[i] / divisor, rounded to the compute type, then to `type`.
 using StoreSums = void(const double* sums, int64_t n, double divisor, Dtype type, void* out);
@@ -238,13 +245,13 @@ struct Softmax {
   const char* mask;
   char* y;  // contiguous
   RowLayout x_rows, mask_rows;
-  int64_t cols, mask_stride;  // 0: a mask's column for all
-  int64_t causal_rows;        // rows per matrix; row i keeps columns 0 ... i; 0: not causal
+  int64_t cols, mask_stride;  // a mask stride of 0 uses one column of the mask for all columns
+  int64_t causal_rows;        // rows per matrix, of which row i keeps columns 0 ... i; 0: not causal
   double scale;
-  Dtype type, mask_type = Dtype::kAbsent;  // kBool: what to keep, else added
+  Dtype type, mask_type = Dtype::kAbsent;  // a mask of kBool says what to keep, others are added
 };
 
-// Contiguous rows.
+// All rows are contiguous.
 struct SoftmaxBackward {
   const char* dy;
   const char* y;
@@ -253,7 +260,7 @@ struct SoftmaxBackward {
   double scale;
   Dtype dy_type, type;
   bool streams;
-  bool leaves_out;  // dx is 0 where y is
+  bool leaves_out;  // there was a mask: dx is 0 where y is 0
 };
 
 using SoftmaxForwardRows = void(const Softmax&, int64_t begin, int64_t end);
@@ -261,28 +268,28 @@ using SoftmaxBackwardRows = void(const SoftmaxBackward&, int64_t begin, int64_t 
 
 // ---- Rotary embedding ------------------------------------------------------------------------------------------------------
 
-// Strides of heads in elements; columns lie side by side.
+// The strides of a tensor of heads, in elements. The columns of a head lie side by side.
 struct HeadStrides {
   int64_t example, token, head;
   int64_t offset(int64_t of_example, int64_t of_token) const { return of_example * example + of_token * token; }
 };
 
-// Query or key.
+// The heads of the query or of the key.
 struct RotaryHeads {
-  const char* x;   // backward without a norm: null
-  const char* dy;  // forward: null
+  const char* x;   // null in backward without a norm
+  const char* dy;  // null in forward
   char* result;    // y or dx
   HeadStrides x_rows, dy_rows, result_rows;
-  int64_t count;       // of heads; 0: there is none
-  const void* weight;  // in the accumulator type, with the offset
+  int64_t count;       // the number of heads, 0 if there is no such tensor
+  const void* weight;  // in the accumulator type, the offset added
   bool rounds_product, rounds_rotation;
 };
 
 struct Rotary {
   RotaryHeads of[2];
   const char *cos, *sin;     // contiguous rows of `half` elements
-  int64_t table_example;     // stride of examples; 0: shared
-  const int64_t* positions;  // contiguous; null: token numbers
+  int64_t table_example;     // the stride of examples in the tables, 0 if all share one table
+  const int64_t* positions;  // contiguous; if null, a token's position is its number
   int64_t position_example;
   int64_t tokens, cols, half;
   double eps;
@@ -290,21 +297,21 @@ struct Rotary {
   Dtype type, table_type;
 };
 
-// Tokens [begin, end) of all examples. Backward adds both dweights to rows of `cols` doubles.
+// The kernels take tokens [begin, end) of all examples. Backward adds both dweights to rows of `cols` doubles.
 using RotaryForward = void(const Rotary&, int64_t begin, int64_t end);
 using RotaryBackward = void(const Rotary&, int64_t begin, int64_t end, double* const (&dweights)[2]);
 
 // ---- Quantisation ----------------------------------------------------------------------------------------------------------
 
 struct Quantization {
-  Dtype type;  // of the argument
+  Dtype type;  // the type of the values to quantise
   CodeType code;
-  int64_t rows, cols, block;  // columns that share a scale; 0: all
-  const float* given;         // null: each row or block has its own
+  int64_t rows, cols, block;  // `block` columns share a scale; 0: all columns of a row
+  const float* given;         // the caller's scale; if null, the kernel computes one per row or block
   uint8_t* values;            // contiguous
-  float* scales;              // block b of a row: at b * rows + row
+  float* scales;              // the scale of block b of a row is at b * rows + row
 };
-// Rows [begin, end); v begins at row `first`.
+// Quantises rows [begin, end) of v, whose memory begins at row `first`.
 using QuantizeRows = void(const Quantization&, const void* v, const RowLayout& layout, int64_t begin, int64_t end,
                           int64_t first);
 
@@ -337,7 +344,7 @@ struct GradientKernels {
 #define KF_KERNEL(type, name) type name;
 #define KF_ENTRY(type, name) name,
 
-// Those for this machine's instruction set, within ATEN_CPU_CAPABILITY.
+// The kernels for this machine's instruction set, within ATEN_CPU_CAPABILITY.
 const Kernels& kernels();
 
 // The first call may wait for Python, which opens that library, so no thread may wait for the caller. Raises if there is none.

@@ -1,9 +1,9 @@
-// Functions for shared/activations.h on SIMD vectors.
+// The elementary functions that shared/activations.h needs, on SIMD vectors.
 //
-// Those of float are inlined, because a call costs more than the arithmetic. They are off by at most 1.5 ulp, erf by 3
-// ulp of 1, or 5 beside its power (tests/test_cpu_math.py); subnormal results may be zero. NaN keeps its bits or comes
-// from arithmetic, as cpu/simd.h needs, unlike at::vec's minimum and maximum. Those of double are at::vec's
-// (Sleef, 1 ulp).
+// The functions of float are inlined, because a call costs more than their arithmetic. They are off by at most 1.5 ulp; erf by
+// 3 ulp of 1, or by 5 where it is computed together with its power (tests/test_cpu_math.py). A subnormal result may be zero.
+// A NaN keeps its bits or comes from arithmetic, as cpu/simd.h needs; at::vec's minimum and maximum do not ensure that. The
+// functions of double are those of at::vec (Sleef, 1 ulp).
 #pragma once
 
 #include <ATen/cpu/vec/vec.h>
@@ -20,7 +20,7 @@ template <class A> struct VectorMath {
   static V of(double c) { return V(static_cast<A>(c)); }
   static V sqrt(V x) { return x.sqrt(); }
   static V reciprocal(V x) { return x.reciprocal(); }
-#if defined(CPU_CAPABILITY_AVX512)  // at::vec would move the mask to a vector and back
+#if defined(CPU_CAPABILITY_AVX512)  // at::vec would move the comparison's mask to a vector and back
   static KF_INLINE V where_gt(V a, V b, V yes, V no) { return where<_CMP_GT_OQ>(a, b, yes, no); }
   static KF_INLINE V where_ge(V a, V b, V yes, V no) { return where<_CMP_GE_OQ>(a, b, yes, no); }
   static KF_INLINE V where_eq(V a, V b, V yes, V no) { return where<_CMP_EQ_OQ>(a, b, yes, no); }
@@ -49,28 +49,28 @@ template <class A> struct Math : VectorMath<A> {
   }
 };
 
-// The polynomials have the least relative error.
+// The coefficients of the polynomials minimise the largest relative error.
 template <> struct Math<float> : VectorMath<float> {
   using I = at::vec::Vectorized<int32_t>;
 
   static KF_INLINE V exp(V x) {
-#if defined(CPU_CAPABILITY_AVX512)  // the scaling ends in infinity; min gives NaN if its second number is NaN
+#if defined(CPU_CAPABILITY_AVX512)  // scaling overflows to infinity by itself; min returns its second operand if that is NaN
     return exp_or_zero(_mm512_min_ps(of(104), x));
 #else
     return V::blendv(where_gt(x, of(0), of(std::numeric_limits<double>::infinity()), x), exp_or_zero(x), x < of(88.722840));
 #endif
   }
 
-  // For x up to 88.
+  // e^x - 1, for x up to 88.
   static KF_INLINE V expm1(V x) {
     const Power p(x);
     const V two_n = as_float((as_int(p.shifted) << I(23)) + I(kOne));
     return where_gt(of(-30), x, of(-1), at::vec::fmadd(p.e, two_n, two_n - of(1)));
   }
 
-  // For x from 0 on.
+  // log(1 + x), for x >= 0.
   static KF_INLINE V log1p(V x) {
-    // 1 + x = 2^n m with m between sqrt(1/2) and sqrt(2); m gets what the sum loses.
+    // 1 + x = 2^n m with m between sqrt(1/2) and sqrt(2). What the sum 1 + x loses by rounding is added to m.
     constexpr int32_t kRootHalf = 0x3f3504f3;
     const V sum = of(1) + x, lost = x - (sum - of(1));
     const I bits = as_int(sum) - I(kRootHalf), n = bits >> I(23);
@@ -91,10 +91,10 @@ template <> struct Math<float> : VectorMath<float> {
                                   x);
     const V bounded = where_gt(size, of(10), of(10), size);
     const V far = of(1) - of(2) * reciprocal(exp_bounded(bounded + bounded) + of(1));
-    return where_gt(size, of(0.55), with_sign(far, x), near);  // NaN: near
+    return where_gt(size, of(0.55), with_sign(far, x), near);  // a NaN takes `near`
   }
 
-  // x P(x^2) / Q(x^2), then 1: all terms have one sign, so nothing cancels.
+  // x P(x^2) / Q(x^2), and 1 for large x. All terms have one sign, so nothing cancels.
   static KF_INLINE V erf(V x) {
     const V square = x * x, size = x.abs();
     const V p = polynomial(square, 1.1283791455f, 1.9077820680e-01f, 5.2789503349e-02f, 3.7793561964e-03f, 2.8480102903e-04f,
@@ -105,7 +105,8 @@ template <> struct Math<float> : VectorMath<float> {
     return with_sign(where_gt(size, of(3.92), of(1), where_gt(r, of(1), of(1), r)), x);
   }
 
-  // erf with its power. Abramowitz, Stegun: Handbook of Mathematical Functions, 7.1.26.
+  // erf(x), and power = e^(-x^2), which the derivative of gelu needs too. Source: Abramowitz, Stegun: Handbook of Mathematical
+  // Functions, 7.1.26.
   static KF_INLINE V erf(V x, V& power) {
     const V square = x * x, t = reciprocal(at::vec::fmadd(of(0.3275911), x.abs(), of(1)));
     power = exp_or_zero(square.neg());
@@ -122,12 +123,12 @@ template <> struct Math<float> : VectorMath<float> {
 
  private:
   static constexpr int32_t kOne = 127 << 23;                                 // the bits of 1.0f
-  static constexpr double kLn2High = 0.693359375, kLn2Low = -2.12194440e-4;  // n times the first is exact
+  static constexpr double kLn2High = 0.693359375, kLn2Low = -2.12194440e-4;  // n * kLn2High is exact
 
   static KF_INLINE I as_int(V v) { return at::vec::cast<int32_t>(v); }
   static KF_INLINE V as_float(I v) { return at::vec::cast<float>(v); }
 
-  // 2^n (1 + e), for x between -87 and 88; with AVX-512 up to 104, and NaN.
+  // e^x = 2^n (1 + e), for x between -87 and 88. With AVX-512 x may be up to 104, or NaN.
   static KF_INLINE V exp_bounded(V x) {
     const Power p(x);
 #if defined(CPU_CAPABILITY_AVX512)
@@ -137,7 +138,7 @@ template <> struct Math<float> : VectorMath<float> {
 #endif
   }
 
-  // 0 below the smallest normal number: scaling to subnormals is very slow.
+  // The same, but 0 if the result is below the smallest normal number, because scaling to subnormals is very slow.
   static KF_INLINE V exp_or_zero(V x) {
     const V least = of(-87.336548);
 #if defined(CPU_CAPABILITY_AVX512)
@@ -162,11 +163,11 @@ template <> struct Math<float> : VectorMath<float> {
   };
 };
 
-// For results rounded to bf16: x Phi(x) is off by an eighth of half an ulp of bf16, or in the tail of 1/64 of its
-// argument, as in native/kernels/math.cuh.
+// Less exact functions for results that are rounded to bf16. x Phi(x) is off by at most an eighth of half an ulp of bf16, of
+// the result or, in the tail, of 1/64 of the argument. native/kernels/math.cuh has the same.
 #if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
 struct RoughMath : Math<float> {
-  // 1/2 + x P(x^2) with the least such error for x up to 4.8; it leaves [0, 1] before 4.9.
+  // 1/2 + x P(x^2), whose coefficients minimise that error for |x| up to 4.8. It leaves [0, 1] before |x| = 4.9.
   static KF_INLINE V normal_cdf(V x) {
     const V near = at::vec::clamp(x, of(-4.9), of(4.9)), centred = at::vec::fmadd(near * near, of(2 / (4.8 * 4.8)), of(-1));
     const V p = polynomial(centred, 0.147212625f, -0.0729774311f, 0.052911479f, -0.0406244285f, 0.030689422f, -0.0218282081f,
@@ -174,7 +175,7 @@ struct RoughMath : Math<float> {
     return at::vec::clamp(at::vec::fmadd(near, p, of(0.5)), of(0), of(1));
   }
 };
-#else  // the clamps are loops there
+#else  // without these instruction sets at::vec clamps element by element, which is slower than erf
 using RoughMath = Math<float>;
 #endif
 

@@ -1,7 +1,7 @@
-// Mean and variance in one pass over stretches that stay in the L1 cache.
+// The mean and variance of rows, in one pass over stretches that stay in the L1 cache.
 //
-// Chan's formula joins the stretches in double, so mean/std = 1e4 and long rows lose nothing. The row length alone
-// decides the order of every sum.
+// Chan's formula joins the stretches in double, so rows of mean/std = 1e4 and long rows lose no accuracy. The row length
+// alone decides the order of every sum.
 #pragma once
 
 #include <algorithm>
@@ -39,7 +39,7 @@ struct Moments {
   double mean, variance;
 };
 
-// How many first elements have the center as mean.
+// The number of elements at the beginning whose mean is taken as the center.
 template <class A> inline int64_t sample_of(int64_t count) { return std::min(count, Pair<A>::kStep); }
 
 template <class T> inline Vectorized<AccOf<T>> sampled(const T* x, int64_t count) {
@@ -52,22 +52,24 @@ template <class T> inline AccOf<T> center_of(const T* x, int64_t count) {
   return static_cast<A>(total(sampled(x, count)) / static_cast<double>(sample_of<A>(count)));
 }
 
-// Whether squares around a center lose no digits.
+// Whether the center is near enough to the mean for the squared deviations around it to lose no digits.
 inline bool is_near(double rest, double squares, double share) { return rest * (rest * share) <= squares / 2; }
 
-// From sums around a rounded `center`; the small rest matters at mean / std = 1e4.
+// The moments of a stretch, from its sums around a rounded `center`. `share` is 1 / n. The mean's small distance from the
+// center is kept, because it matters at mean / std = 1e4.
 template <class A> KF_INLINE StretchMoments deviations_from(A center, const std::array<double, 2>& sums, double share) {
   const double rest = sums[0] * share;
   return {center, rest, sums[1] - sums[0] * rest};
 }
 
-// The moments around the mean, in two passes. Inlined, it would push neighbouring loops' sums to memory.
+// The moments around the mean, in two passes. It is not inlined, because it would push the sums of neighbouring loops to
+// memory.
 template <class T> [[gnu::noinline, gnu::cold]] StretchMoments deviations_from_mean(const T* x, int64_t count) {
   const auto center = mean_of(x, count);
   return deviations_from(center, joined(sums_around(x, count, center)), 1 / static_cast<double>(count));
 }
 
-// One pass around `center`; if most elements are nearer to the mean, again around that.
+// The moments in one pass around `center`. If the center turns out to be far from the mean, two more passes use the mean.
 template <class T> KF_INLINE StretchMoments deviations_of(const T* x, int64_t count, AccOf<T> center) {
   const double share = 1 / static_cast<double>(count);
   const auto sums = joined(sums_around(x, count, center));
@@ -98,15 +100,15 @@ class JoinedMoments {
     seen += count;
   }
 
-  // `share` is one element's: no division waits for the sums.
+  // The row's moments. `share` is 1 / n, given by the caller so that no division waits for the sums.
   KF_INLINE Moments total(double share) const { return {base + mean, squares * share}; }
 
  private:
   int64_t seen = 0;
-  double base = 0, mean = 0, squares = 0;  // from base, because small numbers round less
+  double base = 0, mean = 0, squares = 0;  // mean is relative to base, because smaller numbers have smaller rounding errors
 };
 
-// `center` is the first stretch's.
+// The moments of a row of n elements. `center` is that of its first stretch.
 template <class T> [[gnu::noinline]] Moments moments(const T* x, int64_t n, bool rms, AccOf<T> center) {
   const double share = 1 / static_cast<double>(n);
   JoinedMoments row;
@@ -117,16 +119,17 @@ template <class T> [[gnu::noinline]] Moments moments(const T* x, int64_t n, bool
   return row.total(share);
 }
 
-constexpr int64_t kMostRows = 16;  // normalised together
+constexpr int64_t kMostRows = 16;  // the most rows whose moments are computed together
 
-// Whether `moments_together` pays for rows of one stretch.
+// Whether `moments_together` is faster than row by row. It takes rows of one stretch.
 inline bool are_joined(int64_t count, int64_t n) { return n <= kStretch && count >= Vectorized<double>::size(); }
 
-// Joining lanes takes longest in such short rows: reading them twice joins two sums instead of three. So few fp16 and
-// bf16 elements have sums in fp32 without visible error.
+// Whether rows are read twice. Joining the lanes of sums takes longest in such short rows, and reading them twice joins two
+// sums instead of three. fp32 sums of so few fp16 or bf16 elements have no visible error.
 template <class T> bool are_read_twice(int64_t n, bool rms) { return sizeof(T) == 2 && !rms && n <= 128; }
 
-// Both results have kMostRows zeros.
+// The moments of `count` rows, each read twice: for the mean, then for the deviations. Both results have room for kMostRows
+// numbers and are zero on entry.
 template <class T>
 [[gnu::noinline]] void moments_read_twice(const T* const* x, int64_t count, int64_t n, double* mean, double* variance) {
   using A = AccOf<T>;
@@ -158,18 +161,18 @@ template <class T>
   bool is_finite = true;
   for (int64_t r = 0; r < kMostRows; ++r) {
     const double v = variance[r] * share - rest[r] * rest[r];
-    variance[r] = v < 0 ? 0 : v;  // NaN stays
+    variance[r] = v < 0 ? 0 : v;  // a NaN stays
     is_finite &= v < std::numeric_limits<double>::infinity();
   }
   if (is_finite) return;
-  for (int64_t r = 0; r < count; ++r) {  // as in long rows: overflow must not depend on the length
+  for (int64_t r = 0; r < count; ++r) {  // as long rows do: whether a sum overflows must not depend on the length
     const auto row = deviations_from_mean(x[r], n);
     mean[r] = row.center + row.rest;
     variance[r] = row.squares * share;
   }
 }
 
-// The bits of `moments`, with all rows' lanes joined together.
+// The moments of `count` rows, the same bits as `moments` gives, with the lanes of all rows joined together.
 template <class T>
 void moments_together(const T* const* x, int64_t count, int64_t n, bool rms, double* mean, double* variance) {
   using A = AccOf<T>;

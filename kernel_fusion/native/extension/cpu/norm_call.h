@@ -1,4 +1,5 @@
-// The row norms of both directions need these on a CPU: groups of rows, parameters, stages and quantised rows.
+// The parts of a row norm's call that both directions share on a CPU: groups of rows, weight and bias as kernels take them,
+// the stages, and rows that are quantised while they are in a core's caches.
 #pragma once
 
 #include <memory>
@@ -10,10 +11,11 @@
 
 namespace kf {
 
-// How groups of rows are taken: those of neighbouring rows one after the other, as runs, each by kernels that know one weight;
-// others, rows at equal distances, together, by a kernel that knows them all.
+// How the groups of rows that share a weight are computed. Groups of neighbouring rows are computed one after the other, as
+// runs, by kernels that know one weight. Groups of rows at equal distances are computed together, by a kernel that knows
+// all their weights.
 struct Runs {
-  int64_t count = 1, together = 1;  // runs; groups in each
+  int64_t count = 1, together = 1;  // the number of runs, and of groups in each run
 
   template <class Call> Runs(const Call& call, int64_t rows) {
     const Groups groups = groups_of(call);
@@ -21,7 +23,7 @@ struct Runs {
   }
 };
 
-// weight, bias or the residual's gate as it is given: of one run side by side.
+// Weight, bias or the residual's gate as the caller gave it, with the elements of one run made contiguous.
 struct Given {
   Given(const OptionalTensor& t, int64_t num_dims, const Runs& runs, double offset, bool interleaved) {
     if (!present(t)) return;
@@ -37,13 +39,13 @@ struct Given {
     return parameter;
   }
   Tensor tensor;
-  int64_t size = 0, pitch = 0;  // in elements; in bytes
-  cpu::Parameter first{};       // absent
+  int64_t size = 0, pitch = 0;  // a run's elements, and the distance to the next run's in bytes
+  cpu::Parameter first{};       // that of run 0; without data if absent
 };
 
-// The parameter of a run as rows take it: as given, made here or, `later`, by the kernels. Every thread makes its own, because
-// another core's would have to come from that core's caches. Its memory does not come from PyTorch's allocator of tensors,
-// which anyone may replace by one with a lock.
+// The parameter of a run in the form that kernels take: as the caller gave it, or converted here, or (`later`) converted by
+// the kernels. Every thread converts its own copy, because another core's copy would have to come from that core's caches.
+// The memory does not come from PyTorch's allocator of tensors, because anyone may replace that by one with a lock.
 class Prepared {
  public:
   Prepared(const Given& given, at::ScalarType acc, bool later = false)
@@ -80,7 +82,7 @@ class Prepared {
 inline size_t bytes_of(const Tensor& t) { return t.defined() ? t.nbytes() : 0; }
 inline size_t bytes_of(const OptionalTensor& t) { return t ? bytes_of(*t) : 0; }
 
-// The rows of a tensor that may be absent.
+// The layout of the rows of a tensor that may be absent.
 struct OptionalRows {
   std::optional<Rows> rows;
   OptionalRows(const OptionalTensor& t, int64_t num_dims) {
@@ -95,7 +97,7 @@ inline RowsOfStages rows_of(const StageTensors& stages, int64_t num_dims) {
   return rows_of_stages<OptionalRows>(stages, [&](const OptionalTensor& t) { return OptionalRows(t, num_dims); });
 }
 
-// The stages that both directions share; `h` is the type of h, or of x without a residual.
+// The stages' arguments that both directions share. `h` is the type of h, which is the type of x if there is no residual.
 template <class Call> cpu::Stages common(const Call& c, const RowsOfStages& rows, at::ScalarType h) {
   const auto acc = acc_dtype(c.input), normalized = c.is_hf() ? h : acc;
   cpu::Stages stages{c,
@@ -114,10 +116,10 @@ template <class Call> cpu::Stages common(const Call& c, const RowsOfStages& rows
 
 cpu::Quantization quantization(const Quantize& quantize, at::ScalarType type, int64_t rows, int64_t cols, Quantized& to);
 
-// Quantises rows that compute(out, begin, end), made by make() in every thread, writes to y if that is kept, else to
-// memory that is used again.
+// Computes and quantises rows. Every thread calls make() once; its result compute(out, begin, end) then writes rows to `out`.
+// They are written to y if y is kept, otherwise to memory of the thread that is used again.
 template <class Make> void quantize_rows_of(const cpu::Quantization& q, Tensor* y, Make&& make) {
-  constexpr int64_t kNear = 65536;  // bytes: of the L2 cache
+  constexpr int64_t kNear = 65536;  // bytes that stay in a core's L2 cache
   const int64_t size = q.type == Dtype::kDouble ? 8 : q.type == Dtype::kFloat ? 4 : 2, row_bytes = q.cols * size;
   const int64_t together = std::max<int64_t>(1, kNear / row_bytes);
   const RowLayout layout{1, q.rows, {0, 0, q.cols}};

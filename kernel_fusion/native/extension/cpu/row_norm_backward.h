@@ -1,5 +1,5 @@
-// The arithmetic of backward row norms: one pass over a row for its sums and the weight gradients, one for dx. The row
-// length alone decides the order of every sum.
+// The arithmetic of backward row norms. A first pass over a row computes its two sums and adds to the gradients of weight and
+// bias; a second pass computes dx. The row length alone decides the order of every sum.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 namespace kf::cpu::CPU_CAPABILITY {
 namespace {
 
-// Rows for which `add_columns` has registers, and whether addresses of fetched and kept data fit too.
+// The number of rows for which `add_columns` has registers, and whether the addresses of prefetched and kept data fit too.
 #if defined(CPU_CAPABILITY_AVX512)
 constexpr int kRowsAtOnce = 4;
 constexpr bool kHasRoom = true;
@@ -24,20 +24,21 @@ constexpr bool kHasRoom = false;
 
 constexpr int64_t kLongRow = 32768;
 
-// The elements whose xhat and g are kept, so that the second pass need not convert x and dy. With x, dy, dx and the
-// columns' data they fit the L1 cache.
+// At most this many elements keep xhat and g between the passes, so that the second need not convert x and dy again. They fit
+// into the L1 cache together with x, dy, dx and the vectors of the columns.
 constexpr int64_t kKept = 2048;
 
-// How rows are taken and fetched ahead, decided once per call.
+// How many rows are taken together and what is prefetched, decided once per call.
 struct Passes {
-  // Rows go one by one: processors prefetch two contiguous streams best, and reads overlap with the last row's stores.
-  // Shorter rows share the joining of sums, longer ones the loads of dweight and dbias.
+  // Rows are taken one by one. Processors prefetch two contiguous streams best, and a row's reads overlap with the stores of
+  // the row before. Shorter rows are taken together, because they share the joining of sums, and longer ones, because they
+  // share the loads of dweight and dbias.
   bool alone;
-  bool next_row;  // fetch the next row, x in the first pass, dy in the second: prefetching stops at a page's end
-  bool blocks;    // both passes fetch the next block: processors hardly prefetch several rows' streams
-  bool far;       // fetch to L2: two blocks ahead in the first pass, the following rows in the second
-  bool rows;      // the second pass fetches both next rows instead of blocks
-  int together;   // rows taken together
+  bool next_row;  // prefetch the next row's x in the first pass and dy in the second: processors stop at a page's end
+  bool blocks;    // prefetch the next block in both passes: processors hardly prefetch the streams of several rows
+  bool far;       // prefetch into L2: two blocks ahead in the first pass, the following rows in the second
+  bool rows;      // prefetch both next rows in the second pass, instead of blocks
+  int together;   // the number of rows taken together
 
   Passes(const Backward& c, int64_t cols, int64_t element_size) {
     const int64_t bytes = cols * element_size;
@@ -51,9 +52,9 @@ struct Passes {
   }
 
  private:
-  // Short rows: few enough for the second pass to find them in the cache. Long rows never are; there dweight and dbias
-  // should stay, also for fp32 beyond 2048 columns. Very short cached fp32 rows spend most time on loading these. fp16
-  // and bf16 take at most the two rows that can be kept.
+  // Short rows are few enough for the second pass to find them in the cache. Long rows are taken in larger numbers,
+  // which keeps dweight and dbias in the cache; fp32 rows beyond 2048 columns do the same. Very short fp32 rows in a cache
+  // spend most of their time on loading dweight and dbias. fp16 and bf16 rows are limited to the two that can keep xhat and g.
   int rows_together(const Backward& c, int64_t cols, bool is_16_bit) const {
     if (cols > kLongRow) return kMostRowsTogether;
     if (alone) return 1;
@@ -65,29 +66,29 @@ struct Passes {
   static constexpr int kMostRowsTogether = 8;
 };
 
-// relu before the norm, and after it, where its gradient needs z; applied as elements are read.
+// Whether relu stands before the norm (x) and after it (z, which its gradient needs). It is applied as elements are read.
 struct Relus {
   bool x, z;
 };
-struct NoRelus {  // of the bare norm, at compile time
+struct NoRelus {  // a norm without stages, known at compile time
   static constexpr bool x = false, z = false;
 };
 
-// A part of a row: what is read, where dx goes (perhaps to dy), and its sums.
+// A row, or its part from some column on: the tensors read, the address of dx (perhaps that of dy), and the row's sums.
 template <class X, class DY> struct Row {
   using A = AccOf<X>;
   const X* x;
   const DY* dy;
   X* dx;
   A mean, rstd;
-  const X* dh = nullptr;            // added to dx
-  int64_t next_x = 0, next_dy = 0;  // to those read next
+  const X* dh = nullptr;            // is added to dx
+  int64_t next_x = 0, next_dy = 0;  // distances to the row that is read next, in elements
   double sum_g = 0, sum_gx = 0;
-  A* kept = nullptr;        // xhat and g, for the second pass
-  const A* bias = nullptr;  // for z
+  A* kept = nullptr;        // room for xhat and g, which the second pass reads
+  const A* bias = nullptr;  // needed to compute z again
 };
 
-// A row from column `start` on, and the row read next; the row itself: none.
+// Row `row` from column `start` on. `next` is the row read after it, or the row itself if there is none.
 template <class X, class DY> Row<X, DY> row_of(const Backward& c, int64_t row, int64_t next, int64_t start = 0) {
   using A = AccOf<X>;
   const int64_t x = row_offset(c.x_rows, row), dy = row_offset(c.dy_rows, row);
@@ -100,13 +101,15 @@ template <class X, class DY> Row<X, DY> row_of(const Backward& c, int64_t row, i
   return result;
 }
 
+// The gradient at z = xhat * w + b, given that of the result.
 template <class V> KF_INLINE V dz_of(bool relu, const V& dy, const V& xhat, const V& w, const V& b) {
   return relu ? times_slope<act::relu>(dy, fma(xhat, w, b)) : dy;
 }
 
+// The number of elements that a prefetch runs ahead.
 template <class A> constexpr int64_t kFetched = 8 * Pair<A>::kStep;
 
-// A prepared weight; absent, it is 1.
+// A prepared weight. An absent weight is 1.
 template <class A> struct PreparedWeight {
   const A* data;
 
@@ -116,7 +119,8 @@ template <class A> struct PreparedWeight {
 
 template <class X> PreparedWeight<AccOf<X>> weight_of(const Backward& c) { return {static_cast<const AccOf<X>*>(c.weight)}; }
 
-// Rows that share these have for each column a weight, and sums, which `first` rows begin.
+// The weight of each column and the sums of its gradients, for rows that share them. The `first` rows begin the sums; other
+// rows add to them.
 template <class A> struct SharedColumns {
   PreparedWeight<A> weight;
   A *dweight, *dbias, *old_dweight, *old_dbias;
@@ -136,8 +140,9 @@ template <class A> struct SharedColumns {
   }
 };
 
-// Adds columns [start, stop), at most kStretch, to the sums of some rows and to dweight and dbias. Rows share these loads and
-// are added one by one. xhat is rounded separately: equal elements then have equal digits, and cancel in dweight.
+// Adds columns [start, stop), at most kStretch, to the sums of some rows and to dweight and dbias. The rows share the loads of
+// the columns' vectors and are added one by one. xhat is rounded before it is used: equal elements then have equal digits,
+// and cancel in dweight.
 template <bool keeps, class X, class DY, class R, class C, size_t... r>
 void add_columns(const Backward& c, const Passes& passes, R relus, Row<X, DY>* rows, C columns, int64_t start, int64_t stop,
                  std::index_sequence<r...>) {
@@ -153,7 +158,7 @@ void add_columns(const Backward& c, const Passes& passes, R relus, Row<X, DY>* r
   const std::array<A*, kRows> kept{rows[r].kept...};
   const A* bias = relus.z ? rows[0].bias : nullptr;
   const std::array<V, kRows> mean{V(rows[r].mean)...}, rstd{V(rows[r].rstd)...};
-  // One vector for both halves of a pair in turn: registers are few.
+  // One vector serves both halves of a pair in turn, because there are few registers.
   Sums<A, kRows> gs{(static_cast<void>(r), V(0))...}, gxs = gs;
   const auto add = [&](int64_t i, auto part, auto& g_sums, auto& gx_sums) KF_INLINE_LAMBDA {
     const P w = columns.weight.load(i, part), b = bias ? load_pair(bias + i, part) : both<A>(0);
@@ -178,12 +183,12 @@ void add_columns(const Backward& c, const Passes& passes, R relus, Row<X, DY>* r
   };
   int64_t i = start;
   while (i + P::kStep <= stop) {
-    Sums<A, kRows> g_block{(static_cast<void>(r), V(0))...}, gx_block = g_block;  // as in lanes_over
-    const bool is_last = i + ahead >= c.cols;                                     // the first block of the next row follows
+    Sums<A, kRows> g_block{(static_cast<void>(r), V(0))...}, gx_block = g_block;  // two levels of sums, as in lanes_over
+    const bool is_last = i + ahead >= c.cols;                                     // then the next row's first block follows
     const std::array<int64_t, kRows> next_x{(is_last ? rows[r].next_x - i : ahead)...};
     const std::array<int64_t, kRows> next_dy{(is_last ? rows[r].next_dy - i : ahead)...};
     const int64_t end = std::min(stop, i + kBlock);
-    // Fetched for the second pass; the first waits for memory anyway.
+    // dh is needed in the second pass. It is prefetched here, because the first pass waits for memory anyway.
     if (rows[0].dh) (fetch(rows[r].dh + i, (end - i) * sizeof(X)), ...);
     for (; i + P::kStep <= end; i += P::kStep) {
       if (fetches) {
@@ -200,7 +205,8 @@ void add_columns(const Backward& c, const Passes& passes, R relus, Row<X, DY>* r
   ((rows[r].sum_g += g[r], rows[r].sum_gx += gx[r]), ...);
 }
 
-// dx of columns [start, stop), given whole sums. `results` come by value so that stores cannot alias them.
+// Writes dx of columns [start, stop), once the row's sums are whole. `results` is passed by value, so that the compiler knows
+// that no store changes it.
 template <class X, class DY, class R, class W, class Out>
 KF_INLINE void write_dx(const Backward& c, const Passes& passes, R relus, const Row<X, DY>& row, W whole_weight, int64_t start,
                         int64_t stop, Out results) {
@@ -211,7 +217,7 @@ KF_INLINE void write_dx(const Backward& c, const Passes& passes, R relus, const 
   const W weight = whole_weight.from(start);
   const A mean = row.mean, rstd = row.rstd, slope = static_cast<A>(-row.sum_gx / c.cols) * rstd;
   const double mean_g = c.rms ? 0 : row.sum_g / c.cols;
-  // fp16 or bf16 x is at most some thousand times its variation, so rounding `shift` hardly shows.
+  // In fp16 and bf16, x is at most some thousand times its own variation, so rounding `shift` hardly shows.
   constexpr bool kFolds = sizeof(X) == 2;
   const A shift = static_cast<A>(kFolds ? -mean_g - static_cast<double>(mean) * slope : -mean_g);
   const P means = both(mean), rstds = both(rstd), slopes = both(slope), shifts = both(shift);
@@ -235,14 +241,14 @@ KF_INLINE void write_dx(const Backward& c, const Passes& passes, R relus, const 
     P v = load_pair(x + i, part);
     if (relus.x) v = value_of<act::relu>(v);
     const P d = dz_of(relus.z, load_pair(dy + i, part), (v - means) * rstds, w, b);
-    // Rows of one element have dx exactly 0: part of g is rounded as in its sum.
+    // dx of a row of one element must be exactly 0, so its g is rounded here as it was in the sum.
     const P shifted = std::is_same_v<decltype(part), Whole> ? fma(d, w, shifts) : d * w + shifts;
     const P g = gradient(shifted, v);
     results.put(i, dh ? g + load_pair(dh + i, part) : g, part);
   });
 }
 
-// dx of a whole row, from what was kept.
+// Writes dx of a whole row from the xhat and g that the first pass kept.
 template <class X, class DY, class R> KF_INLINE void write_kept_dx(const Backward& c, const Row<X, DY>& row, R results) {
   using A = AccOf<X>;
   using P = Pair<A>;
@@ -257,11 +263,13 @@ template <class X, class DY, class R> KF_INLINE void write_kept_dx(const Backwar
   });
 }
 
-// dweight, dbias and dgate. With totals, errors grow with rows no faster than in PyTorch's cascaded sums.
+// The sums of dweight, dbias and dgate over rows. With totals in double, their errors grow with the number of rows no faster
+// than those of PyTorch's cascaded sums.
 template <class A> class ColumnSums {
  public:
   explicit ColumnSums(const Backward& c) : c(c) {}
 
+  // Whether the sums begin anew at this row of the block; if so, the sums so far are added to the totals.
   bool begin_anew(int64_t row) {
     if (row == 0) return true;
     if (!c.totals || row % kRowsSummed) return false;
@@ -269,7 +277,7 @@ template <class A> class ColumnSums {
     return true;
   }
 
-  // The sums of all rows, rounded.
+  // Leaves the sums over all rows in dweight, dbias and dgate, rounded to the accumulator type.
   [[gnu::noinline]] void finish() {
     if (empty) return;
     each([&](A* sum, double* total) {
@@ -278,7 +286,7 @@ template <class A> class ColumnSums {
   }
 
  private:
-  // Inlined, it would take registers from neighbouring loops.
+  // It is not inlined, because it would take registers from neighbouring loops.
   [[gnu::noinline]] void add_to_totals() {
     each([&](A* sum, double* total) {
       if (empty) std::copy_n(sum, cols, total);
@@ -296,9 +304,10 @@ template <class A> class ColumnSums {
 
   const Backward& c;
   const int64_t cols = c.groups * c.cols;
-  bool empty = true;  // the totals
+  bool empty = true;  // nothing has been added to the totals
 };
 
+// The first pass over columns [start, stop) of `count` rows, as many at once as registers allow.
 template <bool keeps, class X, class DY, class R>
 void add_stretch(const Backward& c, const Passes& passes, R relus, Row<X, DY>* rows, int64_t count, bool first, int64_t start,
                  int64_t stop) {
@@ -313,7 +322,7 @@ void add_stretch(const Backward& c, const Passes& passes, R relus, Row<X, DY>* r
   add(std::index_sequence<1>());
 }
 
-// The sums of a few rows, strip by strip: these stay in the cache.
+// The first pass over a few rows, strip by strip, so that the vectors of a strip's columns stay in the cache.
 template <class X, class DY, class R>
 void add_together(const Backward& c, const Passes& passes, R relus, Row<X, DY>* rows, int count, bool first) {
   const int64_t width = strip_width(c.cols);
@@ -321,13 +330,13 @@ void add_together(const Backward& c, const Passes& passes, R relus, Row<X, DY>* 
     add_stretch<false>(c, passes, relus, rows, count, first, start, std::min(start + width, c.cols));
 }
 
-// These and dx of a few rows.
+// Both passes over a few rows.
 template <class X>
 KF_INLINE void backward_together(const Backward& c, const Passes& passes, Row<X, X>* rows, int count, bool first,
                                  RowResults& results) {
   using R = Results<X>;
   if constexpr (sizeof(X) == 2 && kHasRoom)
-    if (c.dx && passes.together * c.cols <= kKept) {  // also for fewer last rows: dx depends on its row alone
+    if (c.dx && passes.together * c.cols <= kKept) {  // decided without `count`: dx depends on its row alone
       using A = AccOf<X>;
       alignas(64) A room[2 * (kKept + kRowsAtOnce * Pair<A>::kStep)];
       for (int r = 0; r < count; ++r) rows[r].kept = room + 2 * r * whole_pairs<A>(c.cols);

@@ -1,7 +1,7 @@
-// The arithmetic of the backward row norms with stages, or of two types.
+// The arithmetic of backward row norms that have stages, or whose tensors have two types.
 //
-// Buffers hold the normalised row, and the gradient before the activation or the factor, if these must be recomputed.
-// The bare norm's loops read them there.
+// If the row that was normalised, or the gradient before the activation or the factor, must be computed again, it is put into
+// a buffer of the accumulator type. The loops of the norm without stages then read that buffer.
 #pragma once
 
 #include <memory>
@@ -15,16 +15,16 @@ namespace {
 
 inline bool is_relu(int activation) { return static_cast<Activation>(activation) == Activation::relu; }
 
-// How a call gets h and dz: in place, through a lone relu, or from buffers of the accumulator type, if they must be
-// recomputed or no loop knows the two types.
+// How a call reads h and dz: in place; in place through a relu; or from buffers of the accumulator type, if they must be
+// computed again or no loop knows the two types.
 struct Reading {
   bool has_u, makes_h, makes_dz;
   Relus relus;
-  Dtype x;  // the type of h as read
+  Dtype x;  // the type in which the loops read h
   explicit Reading(const Backward& c, const BackwardStages& s) {
     const Dtype acc = c.x_type == Dtype::kDouble ? Dtype::kDouble : Dtype::kFloat;
-    has_u = !s.has_residual && (s.pre_activation || s.dropout || factor_is_first(s));  // the normalised row was not kept
-    // z is recomputed from the normalised row, without relu in between; rounded or gated rows too.
+    has_u = !s.has_residual && (s.pre_activation || s.dropout || factor_is_first(s));  // forward kept x instead of h
+    // z is computed again from h, which must not pass through a relu on the way. The same holds if z is rounded or gated.
     const bool through_relu = is_relu(s.activation) && (c.dy_type == acc || c.dy_type == c.x_type) && !s.rounds();
     const bool remakes_z = factor_is_last(s) || (s.activation && !through_relu);
     relus.x = has_u && is_relu(s.pre_activation) && !s.dropout && !remakes_z && !s.rounds();
@@ -35,7 +35,7 @@ struct Reading {
   }
 };
 
-// Recomputes h in `room`, and fetches dy, which is read next.
+// Computes h of a row again, in `room`, and prefetches dy, which is read next.
 template <class A> const A* make_h(const Backward& c, const BackwardStages& s, int64_t row, A* room) {
   const auto x = row_at<A>(c.x_type, c.x, c.x_rows, row), dy = row_at<A>(c.dy_type, c.dy, c.dy_rows, row);
   each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
@@ -47,14 +47,14 @@ template <class A> const A* make_h(const Backward& c, const BackwardStages& s, i
   return room;
 }
 
-// The target from `position` on; absent if not wanted.
+// The target of a result from element `position` on, or an absent target if the result is not wanted.
 template <class A> Target<A> open_at(RowResults& results, Dtype type, void* result, int64_t position) {
   if (!result) return {};
   return results.open<AnyResults<A>>(element(type, result, position)).target;
 }
 
-// Makes dz of a row in `room`. The argument of an activation or factor after the norm is recomputed; the factor's
-// gradient goes to `dfactors`.
+// Computes dz of a row in `room`: the gradient of the norm's result before an activation or factor. Their argument z is
+// computed again. The gradient of the factor goes to `dfactors`.
 template <class X, class DY>
 const AccOf<X>* make_dz(const Backward& c, const BackwardStages& s, const Row<X, DY>& row, int64_t index, AccOf<X>* room,
                         RowResults& dfactors) {
@@ -85,7 +85,7 @@ const AccOf<X>* make_dz(const Backward& c, const BackwardStages& s, const Row<X,
   return room;
 }
 
-// Adds a row's dweight to a sum, or begins it, if normalised values are rounded.
+// Adds a row's part of dweight to a sum, or begins the sum, for norms that round the normalised value.
 template <class X, class DY>
 void add_dweight(const Backward& c, const BackwardStages& s, const Row<X, DY>& row, bool first, AccOf<X>* sum) {
   using A = AccOf<X>;
@@ -100,7 +100,7 @@ void add_dweight(const Backward& c, const BackwardStages& s, const Row<X, DY>& r
   });
 }
 
-// Adds g * u to dgate, if wanted, or begins it; then g *= gate.
+// Adds g * u to dgate (or begins the sum), if dgate is wanted; then multiplies g by the gate.
 template <class A> KF_STAGE void through_gate(const A* gate, const A* u, int64_t n, bool first, A* dgate, A* g) {
   sweep<A>(n, [&](int64_t i, auto part) {
     const auto v = load_pair(g + i, part);
@@ -109,14 +109,14 @@ template <class A> KF_STAGE void through_gate(const A* gate, const A* u, int64_t
   });
 }
 
-// Takes h's gradient: dresidual and, through dropout and relu, dx.
+// Receives the gradient of h, and stores it as dresidual and, after dropout and relu, as dx.
 template <class T> struct Gradients {
   using A = AccOf<T>;
-  Results<T> dresidual, dx;  // perhaps without data
-  A* chunk = nullptr;        // instead of dx
+  Results<T> dresidual, dx;  // without data if not wanted
+  A* chunk = nullptr;        // receives the gradient instead of dx, if further steps follow
   const MaskOf<A>* kept = nullptr;
   A scale = 1;
-  const T* relu = nullptr;  // its argument
+  const T* relu = nullptr;  // the argument of relu, or null
 
   template <class P> KF_INLINE void put(int64_t i, Pair<A> g, P part) const {
     if (dresidual.target.data) dresidual.put(i, g, part);
@@ -128,7 +128,7 @@ template <class T> struct Gradients {
   }
 };
 
-// The gradients of the factor's row and of x.
+// Computes and stores the gradients of the factor and of x from that of their product.
 template <class A>
 KF_STAGE void store_factor_gradients(const Backward& c, const BackwardStages& s, int64_t row, int64_t start, int64_t n,
                                      const Source<A>& gradient, RowResults& dfactors, RowResults& dxs) {
@@ -140,6 +140,7 @@ KF_STAGE void store_factor_gradients(const Backward& c, const BackwardStages& s,
   dxs.close(n);
 }
 
+// The second pass over a row: dresidual, dx, dgate and the gradient of a factor before the norm, as far as they are wanted.
 template <class X, class DY>
 void store_gradients(const Backward& c, const BackwardStages& s, const Passes& passes, Relus relus, int64_t index,
                      const Row<X, DY>& row, bool first, RowResults& dresiduals, RowResults& dxs) {
@@ -184,7 +185,7 @@ void store_gradients(const Backward& c, const BackwardStages& s, const Passes& p
   });
 }
 
-// Moves parameters and their sums to the group that begins at `column`.
+// Points the parameters and their sums at the group whose elements begin at `column`.
 template <class A>
 void go_to_group(Backward& c, BackwardStages& s, const Backward& all, const BackwardStages& all_stages, int64_t column) {
   c.weight = from(static_cast<const A*>(all.weight), column);
@@ -194,7 +195,7 @@ void go_to_group(Backward& c, BackwardStages& s, const Backward& all, const Back
   s.residual_gate = from(static_cast<const A*>(all_stages.residual_gate), column);
 }
 
-// Recomputes in `room`, which moves on, what was not kept.
+// Computes h and dz of a row again, if `reading` says so, in `room`, which moves on by as much as they take.
 template <class X, class DY>
 void complete(const Backward& c, const BackwardStages& s, const Reading& reading, int64_t index, Row<X, DY>& row,
               AccOf<X>*& room, RowResults& dfactors) {
@@ -213,7 +214,7 @@ void complete(const Backward& c, const BackwardStages& s, const Reading& reading
     }
 }
 
-// Samples [begin, end). X and DY: as the loops read rows.
+// Both passes over samples [begin, end), each of `groups` rows. X and DY are the types in which the loops read h and dz.
 template <class X, class DY>
 void backward_staged_rows(const Backward& c, const BackwardStages& s, const Reading& reading, int64_t begin, int64_t end) {
   using A = AccOf<X>;
@@ -254,7 +255,7 @@ void backward_staged_rows(const Backward& c, const BackwardStages& s, const Read
   sums.finish();
 }
 
-// X: the normalised row's, as the loops read it.
+// Chooses the loops by the type of dz. X is the type in which they read h.
 template <class X>
 void backward_staged_as(const Backward& c, const BackwardStages& s, const Reading& reading, int64_t begin, int64_t end) {
   if constexpr (sizeof(X) == 2)
@@ -264,7 +265,7 @@ void backward_staged_as(const Backward& c, const BackwardStages& s, const Readin
 
 }  // namespace
 
-// For fp16 and fp64, which take half of the compile time.
+// The kernel for fp16 and fp64. It stands in a file of its own, because it takes half of the compile time.
 RowNormBackwardStaged backward_staged_fp16_fp64;
 
 }  // namespace kf::cpu::CPU_CAPABILITY

@@ -1,4 +1,4 @@
-// The arithmetic of the forward row norms: one pass for the statistics (cpu/moments.h), one for the result. The row
+// The arithmetic of forward row norms: one pass over a row for its statistics (cpu/moments.h), one for the result. The row
 // length alone decides the order of every sum.
 #pragma once
 
@@ -12,8 +12,8 @@
 namespace kf::cpu::CPU_CAPABILITY {
 namespace {
 
-// mean (0 for RMSNorm) and rstd of rows from `first` on; stored if wanted. Slow roots and divisions are done for all
-// together.
+// Computes mean (0 for RMSNorm) and rstd of `count` rows, of which the first has number `first`, and also stores them if they
+// are wanted. Roots and divisions are slow, so vectors of several rows share them.
 template <class T>
 void statistics(const Forward& c, const T* const* x, int64_t first, int64_t count, AccOf<T>* mean, AccOf<T>* rstd) {
   using A = AccOf<T>;
@@ -39,7 +39,7 @@ void statistics(const Forward& c, const T* const* x, int64_t first, int64_t coun
   if (c.rstd) std::copy_n(rstd, count, static_cast<A*>(c.rstd) + first);
 }
 
-// The same for one row, from its stretches.
+// The statistics of one long row, from the moments of its stretches.
 inline RowStatistics statistics_from(const Forward& c, const StretchMoments* stretches) {
   JoinedMoments row;
   for (int64_t start = 0; start < c.cols; start += kStretch)
@@ -48,8 +48,9 @@ inline RowStatistics statistics_from(const Forward& c, const StretchMoments* str
   return {mean, 1 / std::sqrt(variance + c.eps)};
 }
 
-// y = (x - mean) * rstd * weight + bias over [0, n), to `results`, which may be x. `next`: how far ahead the x lies
-// that is fetched into the L2 cache; 0: none. Always inline, because `results` in memory would cost every row.
+// Computes y = (x - mean) * rstd * weight + bias for n elements. `results` may store to x itself. x is prefetched into the L2
+// cache `next` elements ahead, unless that is 0. The function is always inlined, because `results` in memory would cost time
+// in every row.
 template <class X, class W, class R>
 KF_INLINE void normalize(const X* x, AccOf<X> mean, AccOf<X> rstd, const W* weight, const W* bias, int64_t n, R results,
                          int64_t next = 0) {
@@ -69,17 +70,17 @@ KF_INLINE void normalize(const X* x, AccOf<X> mean, AccOf<X> rstd, const W* weig
   else write([](auto v, int64_t, auto) { return v; });
 }
 
-// The same with intermediate rounding (`Stages::rounds`), which doubles never have.
+// The same, with the normalised value rounded before it meets the weight (`Stages::rounds`). Doubles are never rounded so.
 template <class X>
 KF_STAGE void normalize_rounded(const Stages& s, const X* x, AccOf<X> mean, AccOf<X> rstd, const AccOf<X>* weight,
                                 const AccOf<X>* bias, int64_t n, AnyResults<AccOf<X>> results) {
   using A = AccOf<X>;
   const auto means = both(mean), rstds = both(rstd);
-  // A store in the same type rounds too.
+  // The product with the weight is rounded here, unless the store rounds it to the same type anyway.
   const bool again = weight && s.argument == s.normalized && s.argument != results.target.type;
   const auto write = [&]<class T>(T) {
     const auto rounded = [](const Pair<A>& v) KF_INLINE_LAMBDA {
-      if constexpr (std::is_same_v<T, c10::BFloat16>) {  // in the lanes where they are
+      if constexpr (std::is_same_v<T, c10::BFloat16>) {  // without moving elements between lanes
         const auto words = std::bit_cast<Words>(interleaved_bits(v.a, v.b));
         return Pair<A>{std::bit_cast<Vectorized<A>>(words << 16), std::bit_cast<Vectorized<A>>(words & 0xffff0000)};
       } else {

@@ -1,4 +1,4 @@
-// Elements of any type as pairs of vectors of the accumulator type.
+// Loads and stores of elements of any type, as pairs of vectors of the accumulator type.
 #pragma once
 
 #include <ATen/cpu/vec/functional.h>
@@ -17,17 +17,18 @@ using at::vec::Vectorized;
 
 // ---- bf16 without moving elements between lanes -----------------------------------------------------------------------------
 
-// A bf16 whose pairs have even elements in one vector and odd ones in the other: each lies in the upper half of a word.
+// A bf16 element that is loaded in another order: a pair holds the even elements in one vector and the odd ones in the other.
+// Each then is the upper half of the word in which it lies, so no element moves between lanes.
 struct Interleaved : c10::BFloat16 {
   using c10::BFloat16::BFloat16;
 };
 using Words [[gnu::vector_size(sizeof(Vectorized<float>))]] = uint32_t;
 
-// T where all operands and results have that type.
+// The type by which a loop loads and stores T if all its operands and results have type T: any order of elements will do.
 template <class T> using Alike = std::conditional_t<std::is_same_v<T, c10::BFloat16>, Interleaved, T>;
 
-// Both vectors as bf16, to nearest, ties to even. A NaN survives only with lower 16 bits of zero, as from bf16 or
-// arithmetic; others would cost two instructions more.
+// Rounds both vectors to bf16, to nearest with ties to even. A NaN stays a NaN only if its lower 16 bits are zero, as they are
+// if it comes from bf16 or from arithmetic. All other NaN would cost two more instructions.
 KF_INLINE Vectorized<int32_t> interleaved_bits(const Vectorized<float>& a, const Vectorized<float>& b) {
 #if defined(CPU_CAPABILITY_AVX512)  // three instructions fewer than the formula
   const auto rounded = [](const Vectorized<float>& half) {
@@ -49,7 +50,7 @@ KF_INLINE Vectorized<int32_t> interleaved_bits(const Vectorized<float>& a, const
 
 template <class T> using AccOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-// Two vectors of accumulators: one of fp16 or bf16.
+// Two vectors of accumulators, which hold as many elements as one vector of fp16 or bf16.
 template <class A> struct Pair {
   using V = Vectorized<A>;
   static constexpr int64_t kStep = 2 * V::size();
@@ -70,7 +71,7 @@ template <class T> inline Pair<AccOf<T>> load_pair(const T* p) {
     std::memcpy(&words, p, sizeof(words));
     return {std::bit_cast<V>(words << 16), std::bit_cast<V>(words & 0xffff0000)};
 #if defined(CPU_CAPABILITY_AVX512)
-  } else if constexpr (std::is_same_v<T, c10::Half>) {  // else a vector would have to be cut in two
+  } else if constexpr (std::is_same_v<T, c10::Half>) {  // two loads, so that no vector must be cut in two
     const auto* halves = reinterpret_cast<const __m256i*>(p);
     return {V(_mm512_cvtph_ps(_mm256_loadu_si256(halves))), V(_mm512_cvtph_ps(_mm256_loadu_si256(halves + 1)))};
 #elif defined(CPU_CAPABILITY_AVX2)
@@ -94,14 +95,14 @@ template <class T> inline void store_pair(T* p, const Pair<AccOf<T>>& v) {
   }
 }
 
-// How much of a pair a loop has: all, or a row's last `count` elements. A part's vectors neither read nor store the
-// rest; element by element, it would take longer than the row.
+// How much of a pair a loop takes: all of it, or the last `count` elements of a row. Memory beyond a part is neither read nor
+// written. Taking a part element by element would take longer than the rest of a short row.
 struct Whole {};
 struct Part {
   int64_t count;
 };
 
-// Less than a vector of fp16 or bf16, then zeros. With AVX2 word by word, which is faster than at::vec's copy.
+// Loads less than a vector of fp16 or bf16, followed by zeros. AVX2 loads word by word, which is faster than at::vec's copy.
 template <class T> inline Vectorized<T> load_first(const T* p, int64_t count) {
 #if defined(CPU_CAPABILITY_AVX2)
   const __m256i words = _mm256_set1_epi32(static_cast<int>(count / 2)), index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
@@ -115,7 +116,7 @@ template <class T> inline Vectorized<T> load_first(const T* p, int64_t count) {
 }
 
 template <class T> inline Pair<AccOf<T>> load_pair(const T* p, Whole) { return load_pair(p); }
-template <class T> inline Pair<AccOf<T>> load_pair(const T* p, Part part) {  // zeros after it
+template <class T> inline Pair<AccOf<T>> load_pair(const T* p, Part part) {  // followed by zeros
   using V = Vectorized<AccOf<T>>;
   if constexpr (std::is_same_v<T, AccOf<T>>) {
     if (part.count <= V::size()) return {V::loadu(p, part.count), V(0)};
@@ -140,7 +141,7 @@ template <class T> inline void store_pair(T* p, const Pair<AccOf<T>>& v, Part pa
   }
 }
 
-// v, with zeros after the part.
+// v, with zeros in place of the elements beyond the part.
 template <class A> inline Pair<A> first_of(const Pair<A>& v, Whole) { return v; }
 template <class A> inline Pair<A> first_of(const Pair<A>& v, Part part) {
   using V = Vectorized<A>;

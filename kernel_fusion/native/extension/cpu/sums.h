@@ -14,7 +14,7 @@ namespace {
 
 using Doubles [[gnu::vector_size(sizeof(Vectorized<double>))]] = double;
 
-// The lower plus the upper half.
+// The sum of a vector's lower and upper half.
 template <class V> KF_INLINE auto join_halves(const V& v) {
   constexpr int kHalf = sizeof(v) / sizeof(v[0]) / 2;
   return [&]<int... i>(std::integer_sequence<int, i...>) {
@@ -43,7 +43,7 @@ KF_INLINE double total(const Vectorized<float>& v) { return sum_of_lanes(join_wi
 KF_INLINE double total(const Vectorized<double>& v) { return sum_of_lanes(std::bit_cast<Doubles>(v)); }
 template <class A> KF_INLINE double total(const Pair<A>& v) { return total(v.a + v.b); }
 
-// Each group of kGroup lanes: its lower plus upper half.
+// For each group of kGroup lanes, the sum of the group's lower and upper half.
 template <int kGroup> KF_INLINE Doubles join_halves(const Doubles& a, const Doubles& b) {
   constexpr int kHalf = kGroup / 2;
   return [&]<int... i>(std::integer_sequence<int, i...>) {
@@ -52,7 +52,7 @@ template <int kGroup> KF_INLINE Doubles join_halves(const Doubles& a, const Doub
   }(std::make_integer_sequence<int, Vectorized<double>::size()>());
 }
 
-// The lanes of kCount vectors, each joined to a group.
+// Joins the lanes of each of kCount vectors to one group of a vector of doubles.
 template <int kCount, class A> KF_INLINE Doubles join_vectors(const A* lanes) {
   constexpr int kLanes = Vectorized<double>::size();
   if constexpr (kCount > 1) {
@@ -61,7 +61,7 @@ template <int kCount, class A> KF_INLINE Doubles join_vectors(const A* lanes) {
   } else if constexpr (std::is_same_v<A, double>) {
     return std::bit_cast<Doubles>(Vectorized<double>::loadu(lanes));
   } else {
-#if defined(CPU_CAPABILITY_AVX512)  // half by half from memory, without shuffles
+#if defined(CPU_CAPABILITY_AVX512)  // two loads need no shuffles
     return _mm512_cvtps_pd(_mm256_loadu_ps(lanes)) + _mm512_cvtps_pd(_mm256_loadu_ps(lanes + kLanes));
 #elif defined(CPU_CAPABILITY_AVX2)
     return _mm256_cvtps_pd(_mm_loadu_ps(lanes)) + _mm256_cvtps_pd(_mm_loadu_ps(lanes + kLanes));
@@ -79,8 +79,8 @@ template <class A, size_t kSums> KF_INLINE std::array<double, kSums> joined(cons
   }(std::make_index_sequence<kSums>());
 }
 
-// One sum for each of up to kRows rows, with the bits of `joined`, but several rows' lanes share a vector, which halves
-// the instructions.
+// One sum for each of up to kRows rows, with the same bits as `joined`. The lanes of several rows share a vector, which halves
+// the number of instructions.
 template <class A, int64_t kRows> struct SumsOfRows {
   static constexpr int64_t kTogether = Vectorized<double>::size();
   static_assert(kRows % kTogether == 0);
@@ -88,7 +88,7 @@ template <class A, int64_t kRows> struct SumsOfRows {
 
   KF_INLINE void put(int64_t row, const Vectorized<A>& sum) { sum.store(lanes[row]); }
 
-  // sums[0 ... count), with room for kRows.
+  // Writes sums[0 ... count). There is room for kRows of them.
   KF_INLINE void join(int64_t count, double* sums) {
     for (int64_t r = count; r % kTogether != 0; ++r) std::fill_n(lanes[r], Vectorized<A>::size(), A(0));
     for (int64_t r = 0; r < count; r += kTogether) {
@@ -98,9 +98,9 @@ template <class A, int64_t kRows> struct SumsOfRows {
   }
 };
 
-// Sums over [0, n): add(i, sums, part) adds the pair at i, or a part, to kSums sums of pairs. Two chains hide latency.
-// Two levels make the error grow with a block's length, not the row's; in one long chain equal elements, such as relu's
-// zeros, would all round the same way.
+// Sums over [0, n): add(i, sums, part) adds the pair at i, or a part of it, to kSums sums of pairs. Two independent chains of
+// additions hide their latency. Two levels of sums make the error grow with the length of a block, not of the row. In one
+// long chain, equal elements such as relu's zeros would all round the same way.
 template <class A, size_t kSums, class F> inline Sums<A, kSums> lanes_over(int64_t n, F&& add) {
   return [&]<size_t... k>(std::index_sequence<k...>) -> Sums<A, kSums> {  // a loop over k would keep the sums in memory
     constexpr int64_t kStep = Pair<A>::kStep, kBlock = 32 * kStep;

@@ -1,4 +1,4 @@
-// How threads share loops, without influence on results, and the memory that they fill.
+// How threads share loops without influence on results, how partial rows are summed, and advice about large results.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -20,20 +20,20 @@
 
 namespace kf {
 
-// Fewer elements are not worth waking every thread.
+// A call of at most this many elements is not worth waking every thread.
 constexpr int64_t kRegion = 32768;
 inline bool is_small(int64_t elements) { return elements <= kRegion; }
 
 inline int64_t free_threads() { return at::in_parallel_region() ? 1 : at::get_num_threads(); }
 
-// The rest of a thread's part of a loop. It takes steps from the front; idle threads take them from the back, so
-// that two seldom fault in the same page. Begin only grows and end only shrinks, so no value comes back; the region's
-// end publishes results.
+// The steps that are left of a thread's part of a loop. The thread takes steps from the front; idle threads take them from
+// the back, so that two threads seldom fault in the same page. `begin` only grows and `end` only shrinks, so no pair of
+// values returns. The end of the parallel region publishes the results.
 class alignas(64) Portion {
  public:
   void set(int64_t begin, int64_t end) { steps = packed(static_cast<uint32_t>(begin), static_cast<uint32_t>(end)); }
 
-  // [first, last): a quarter of the rest, because last steps should be small.
+  // Takes steps [first, last), a quarter of those that are left, because the last portions should be small.
   std::pair<int64_t, int64_t> take(bool from_back) {
     for (uint64_t old = steps.load(std::memory_order_relaxed);;) {
       const auto begin = static_cast<uint32_t>(old), end = static_cast<uint32_t>(old >> 32), some = (end - begin + 3) / 4;
@@ -49,11 +49,11 @@ class alignas(64) Portion {
   std::atomic<uint64_t> steps = 0;
 };
 
-// Calls make() in each thread, and its result f(begin, end) for parts of [0, count), indices of `elements_each`
-// elements. In a large call, threads take `step` indices at a time and then help others, which other programs may slow
-// down.
+// Shares the indices [0, count), each worth `elements_each` elements, among threads. Every thread calls make() once, and its
+// result f(begin, end) for parts of the indices. In a large call, threads take at least `step` indices at a time, and help
+// slower threads when their own are done.
 template <class Make> void share_by(int64_t count, int64_t elements_each, int64_t step, Make&& make) {
-  constexpr int64_t kLeast = 2048, kMuch = 32768;  // elements of a thread
+  constexpr int64_t kLeast = 2048, kMuch = 32768;  // elements per thread: at least, and from which on threads help
   const int64_t least = std::max<int64_t>(1, kLeast / std::max<int64_t>(1, elements_each));
   const int64_t threads = std::min(free_threads(), (count + least - 1) / least), steps = (count + step - 1) / step;
   const int64_t elements = count * elements_each;
@@ -88,7 +88,7 @@ inline void store_sums(const double* sums, int64_t n, double divisor, at::Tensor
   cpu::kernels().store_sums(sums, n, divisor, cpu_dtype(out.scalar_type()), p);
 }
 
-// Rows of float or double, whose sums go to `out` from `first` on.
+// Partial rows of float or double. Their sum is stored to `out` from element `first` on.
 struct RowsToSum {
   const void* rows;
   at::ScalarType type;
@@ -96,10 +96,11 @@ struct RowsToSum {
   int64_t first = 0;
 };
 
-// out[first + i] = (sum over r of rows[r * cols + i]) / divisor, over `count` rows, in double, for rows_to_sum(0),
-// rows_to_sum(1), ... in one region.
+// out[first + i] = (sum over r of rows[r * cols + i]) / divisor, over `count` rows, in double. One parallel region does so for
+// rows_to_sum(0), rows_to_sum(1), ..., `outputs` of them.
 template <class F> void sum_rows(int64_t outputs, int64_t count, int64_t cols, double divisor, F&& rows_to_sum) {
-  constexpr int64_t kLeast = 64, kElements = 4096;  // of a tile: small, for many threads
+  constexpr int64_t kLeast = 64,
+                    kElements = 4096;  // columns and elements of a tile, which is small so that many threads get one
   const int64_t width = std::clamp(kElements / count / kLeast * kLeast, kLeast, cpu::kMaxColumns),
                 tiles = (cols + width - 1) / width;
   share(outputs * tiles, width * count, [&](int64_t begin, int64_t end) {
@@ -116,8 +117,8 @@ template <class F> void sum_rows(int64_t outputs, int64_t count, int64_t cols, d
 
 inline const char* bytes(const at::Tensor& t) { return static_cast<const char*>(t.defined() ? t.const_data_ptr() : nullptr); }
 
-// Huge pages for a large result. The C library returns such memory to the system, so the next result faults in every
-// page, which takes several times as long as the work. Below 4 MB it is reused.
+// Asks for huge pages for a large result. The C library returns such memory to the system, so the next result faults in every
+// page, which takes several times as long as the work. Memory of less than 4 MB is reused.
 inline void prefer_huge_pages([[maybe_unused]] const at::Tensor& result) {
 #ifdef __linux__
   constexpr uintptr_t kHugePage = uintptr_t{2} << 20, kLeast = 2 * kHugePage;
@@ -128,11 +129,11 @@ inline void prefer_huge_pages([[maybe_unused]] const at::Tensor& result) {
 #endif
 }
 
-// Whether to stream results: a call that moves `bytes` leaves nothing in the caches, and unread lines need not be
-// fetched. Many threads have all their cores' caches.
+// Whether to stream results past the caches. A call that moves this many bytes leaves nothing useful in the caches, and
+// streamed lines need not be read before they are written. Several threads have the caches of all their cores.
 inline bool past_caches(size_t bytes, int64_t threads = 1) {
-  constexpr size_t kCache = size_t{32} << 20;  // of a core; sysconf counts a socket
-  constexpr size_t kOwn = size_t{7} << 19;     // of a core when all work
+  constexpr size_t kCache = size_t{32} << 20;  // bytes that one busy core can use; sysconf gives those of a socket
+  constexpr size_t kOwn = size_t{7} << 19;     // bytes for each core when all are busy
   return bytes >= std::max(kCache, static_cast<size_t>(threads) * kOwn);
 }
 

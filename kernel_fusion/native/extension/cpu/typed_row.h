@@ -1,4 +1,4 @@
-// Contiguous elements of a type known at run time.
+// Contiguous elements of a type known at run time: `Source` loads and `Target` stores pairs of vectors of the compute type.
 #pragma once
 
 #include <cstring>
@@ -41,7 +41,7 @@ template <class T> KF_INLINE void stream(const Vectorized<T>& v, T* p) {
 #endif
 }
 
-// Called before another thread may read streamed data.
+// Makes streamed stores visible. A thread calls it before another thread may read the data.
 inline void finish_streams() {
 #if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
   _mm_sfence();
@@ -66,14 +66,14 @@ KF_INLINE void stream(const Halves& v, c10::Half* p) { _mm_stream_si128(reinterp
 
 }  // namespace
 
-// Double for A = double, any other type for A = float.
+// Contiguous elements to read: of double if A is double, of any other type if A is float.
 template <class A> struct Source {
   Dtype type = kDtypeOf<A>;
-  const void* data = nullptr;  // null: absent
+  const void* data = nullptr;  // null if absent
 
   static bool reads(Dtype type) { return (type == Dtype::kDouble) == std::is_same_v<A, double>; }
 
-  // T: the type, if the loop knows it. Else each pair has a branch, which always goes the same way.
+  // T is the type, if the loop knows it at compile time. Otherwise each pair costs a branch, which always goes the same way.
   template <class T = AnyType> KF_INLINE Pair<A> load(int64_t i) const {
     if constexpr (!std::is_same_v<T, AnyType>) {
       return load_pair(static_cast<const T*>(data) + i);
@@ -90,7 +90,7 @@ template <class A> struct Source {
   template <class T = AnyType> KF_INLINE Pair<A> load(int64_t i, Part part) const { return load_part<T>(*this, i, part); }
 
  private:
-  // It is a value: a loop would read the type for every pair once its address is known elsewhere.
+  // `from` is passed by value. If its address were known elsewhere, a loop would read the type again for every pair.
   template <class T> [[gnu::noinline]] static Pair<A> load_part(Source from, int64_t i, Part part) {
     A copy[Pair<A>::kStep] = {};
     std::memcpy(copy, static_cast<const char*>(from.data) + i * size_of(from.type), part.count * size_of(from.type));
@@ -98,14 +98,15 @@ template <class A> struct Source {
   }
 };
 
+// Contiguous elements to write, of the same types.
 template <class A> struct Target {
   Dtype type = kDtypeOf<A>;
-  void* data = nullptr;  // null: absent
-  bool streams = false;  // past the caches, for results that would not stay there
+  void* data = nullptr;  // null if absent
+  bool streams = false;  // store past the caches, for results that would not stay there
 
   static constexpr uintptr_t kAlignment = sizeof(Vectorized<A>);
 
-  // Unaligned results are stored, not streamed.
+  // A target that streams, if asked to and aligned; unaligned results are stored as usual.
   static Target streamed(Dtype type, void* data, bool streams) {
     return {type, data, streams && reinterpret_cast<uintptr_t>(data) % kAlignment == 0};
   }

@@ -1,9 +1,9 @@
 // The loops of the pointwise chains. Compiled once per instruction set.
 //
-// There is a loop for each activation, direction and compute type. Other differences between chains (dtypes, combination of
-// operands, absent ones) are branches per pair of vectors: they always go the same way, are predicted, and cost little beside
-// an exponential. *Plain* chains, of one dtype without dropout, scale or addend, have more loops: for every activation in bf16,
-// whose elements then keep their lanes (cpu/simd.h), and for cheap ones in fp16 and fp32.
+// There is a loop for each activation, direction and compute type. Other differences between chains (dtypes, how operands are
+// combined, which are absent) are branches per pair of vectors. Such a branch always goes the same way, is predicted, and
+// costs little beside an exponential. *Plain* chains have one dtype and no dropout, scale or addend. They have further loops:
+// for every activation in bf16, whose elements then keep their lanes (cpu/simd.h), and for cheap activations in fp16 and fp32.
 #include "cpu/activation_loops.h"
 
 #include <bit>
@@ -13,39 +13,39 @@
 namespace kf::cpu::CPU_CAPABILITY {
 namespace {
 
-// A loop knows nothing at compile time:
+// What a loop knows about its chain at compile time: nothing,
 struct AnyChain {
   using Type = AnyType;
   static constexpr bool kPlain = false;
 };
 
-// or that its chain is plain, of elements T:
+// or that it is plain, with elements of type T.
 template <class T> struct PlainChain {
   using Type = Alike<T>;
   static constexpr bool kPlain = true;
 };
 
-// The activation's argument.
+// The argument of the activation.
 template <class A> KF_INLINE Pair<A> combined(Combine combine, const Pair<A>& a, const Pair<A>& b) {
   if (combine == Combine::kAdd) return a + b;
   return combine == Combine::kMul ? a * b : a;
 }
 
-// The activation's value, which may be rounded to bf16; RoughMath only changes gelu.
+// The value of the activation. If it will be rounded to bf16, gelu takes the faster RoughMath.
 template <class F, class A> KF_INLINE Pair<A> value_of(const Pair<A>& z, bool to_bf16) {
   if constexpr (std::is_same_v<F, act::gelu> && std::is_same_v<A, float>)
     if (to_bf16) return value_of<F, A, RoughMath>(z);
   return value_of<F>(z);
 }
 
-// relu of fp16 and bf16, and its gradient, need no conversions.
+// Whether a loop works on the bits of elements: relu of fp16 and bf16, and its gradient, need no conversions.
 template <class F, class K>
 inline constexpr bool kOnBits = std::is_same_v<F, act::relu> && K::kPlain && sizeof(typename K::Type) == 2;
 
-// x where `by` is positive or NaN, else zero.
+// Computes y = x where `by` is positive or NaN, and 0 elsewhere.
 template <class T, class A> KF_INLINE void keep_positive(const void* x, const void* by, const Target<A>& y, int64_t n) {
   using Bits = Vectorized<int16_t>;
-  const Bits zero(0), negative_infinity(std::is_same_v<T, c10::Half> ? 0xfc00 : 0xff80);  // NaN has more bits set
+  const Bits zero(0), negative_infinity(std::is_same_v<T, c10::Half> ? 0xfc00 : 0xff80);  // a negative NaN is a larger number
   for (int64_t i = 0; i < n; i += Bits::size()) {
     const auto v = Bits::loadu(static_cast<const int16_t*>(by) + i);
     const auto keep = (v > zero) | ((v > negative_infinity) & (v < zero));
@@ -53,7 +53,7 @@ template <class T, class A> KF_INLINE void keep_positive(const void* x, const vo
   }
 }
 
-// x * scale, zero if dropped.
+// x * scale, or zero if dropout drops the element.
 template <class K, class A> KF_INLINE Pair<A> scaled(const ChainLoop<A>& c, const Pair<A>& x, int64_t i) {
   if (K::kPlain) return x;
   const auto y = x * both(c.scale);
@@ -61,7 +61,7 @@ template <class K, class A> KF_INLINE Pair<A> scaled(const ChainLoop<A>& c, cons
   return y & c.kept.template load<A>(i);
 }
 
-// y = dropout(scale * f(a, b)) + addend. `c` comes by value, because stores could alias it.
+// Computes y = dropout(scale * f(a, b)) + addend. `c` is passed by value, so that the compiler knows that no store changes it.
 template <class F, class K, class A> [[gnu::noinline]] void values(const ChainLoop<A> c, int64_t n) {
   using T = typename K::Type;
   if constexpr (kOnBits<F, K>)
@@ -80,8 +80,8 @@ template <class F, class K, class A> [[gnu::noinline]] void values(const ChainLo
   }
 }
 
-// With g = dropout(scale * dy): g f'(a + b) for both terms of a sum, g f'(a b) times the other factor of a product, and g f'(a)
-// b and g f(a) for a gate.
+// Computes da and db, with g = dropout(scale * dy): for f(a + b) both are g f'(a + b); for f(a b) they are g f'(a b) times the
+// other factor; for a gate f(a) b they are g f'(a) b and g f(a).
 template <class F, class K, class A> [[gnu::noinline]] void gradients(const ChainLoop<A> c, int64_t n) {
   using T = typename K::Type;
   if constexpr (kOnBits<F, K>)
@@ -97,7 +97,7 @@ template <class F, class K, class A> [[gnu::noinline]] void gradients(const Chai
       da = dz * b;
       db = a * dz;
     } else if (combine == Combine::kGate) {
-      db = value_of<F>(z) * g;  // z is a here, so value and slope share an exponential
+      db = value_of<F>(z) * g;  // a gate's z is a, so that value and slope share an exponential
     }
     if (c.first.data) c.first.template store<T>(i, da);
     if (c.second.data) c.second.template store<T>(i, db);
@@ -118,7 +118,7 @@ template <class A> using Loop = void(const ChainLoop<A>, int64_t);
 // The loops of one activation in one direction.
 template <class A> struct LoopsOf {
   Loop<A>* any;
-  Loop<A>* plain[4] = {};  // by Dtype; null: use `any`
+  Loop<A>* plain[4] = {};  // indexed by Dtype; if null, `any` serves
 };
 
 #define KF_LOOPS(direction)                                                                                              \
@@ -152,8 +152,8 @@ template <class A> Loop<A>* loop_for(const LoopsOf<A>& loops, const ChainLoop<A>
   return found ? found : loops.any;
 }
 
-// Runs a loop over the last elements, less than a pair. They are copied into whole pairs, so that every element has the same
-// bits wherever it lies.
+// Runs a loop over the last elements, which are less than a pair. They are copied into whole pairs, so that the bits of a
+// result do not depend on where its element lies.
 template <class A> [[gnu::noinline]] void run_rest(Loop<A>* loop, ChainLoop<A> c, int64_t whole, int64_t rest) {
   constexpr int64_t kStep = Pair<A>::kStep;
   alignas(64) A copies[7][kStep] = {};

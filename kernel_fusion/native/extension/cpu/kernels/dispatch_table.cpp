@@ -1,4 +1,4 @@
-// The table of one instruction set. The files of this folder are compiled once per set.
+// The table of the kernels of one instruction set. The files of this folder are compiled once per instruction set.
 #include "cpu/kernels.h"
 
 namespace kf::cpu::CPU_CAPABILITY {

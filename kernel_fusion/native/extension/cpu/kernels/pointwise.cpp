@@ -1,7 +1,7 @@
 // CPU pointwise chains, forward and backward: the stretches of operands that the loops of cpu/activation_loops.h run over.
 // Compiled once per instruction set.
 //
-// A two-dimensional region is cut into tiles: whole rows if all operands can be used in place, else parts of one row, or
+// A two-dimensional region is cut into tiles: whole rows if all operands can be used in place, otherwise parts of one row or
 // several short rows, of at most kChunk elements.
 #include "cpu/activation_loops.h"
 #include "cpu/chunk.h"
@@ -11,8 +11,8 @@ namespace kf::cpu::CPU_CAPABILITY {
 namespace {
 
 struct Tile {
-  int64_t inner, outer;            // where it begins
-  int64_t inner_size, outer_size;  // its extents
+  int64_t inner, outer;            // the first indices
+  int64_t inner_size, outer_size;  // the numbers of indices
   int64_t size() const { return inner_size * outer_size; }
 };
 
@@ -24,8 +24,8 @@ template <class F> inline void for_tiles(const Region& region, int64_t chunk, bo
       f(Tile{inner, outer, std::min(width, region.inner_size - inner), std::min(height, region.outer_size - outer)});
 }
 
-// Calls run(address, stride, size, first) for each stretch of operand k in a tile; `first` counts its elements. One stretch if
-// both dimensions have one stride.
+// Calls run(address, stride, size, first) for each stretch of operand k in a tile; `first` is the number of the
+// stretch's first element in the tile. The tile is one stretch if both dimensions have the same stride.
 template <class F> inline void for_stretches(const Region& region, int k, int64_t element, const Tile& tile, F&& run) {
   const int64_t inner = region.inner[k], outer = region.outer[k];
   char* start = region.data[k] + tile.inner * inner + tile.outer * outer;
@@ -34,7 +34,7 @@ template <class F> inline void for_stretches(const Region& region, int k, int64_
     run(start + row * outer, inner / element, tile.inner_size, row * tile.inner_size);
 }
 
-// The operands of a region, as loops want them.
+// The operands of a region in the form that loops take.
 template <class A> struct Operands {
   const ChainOperands& call;
   const Region& region;
@@ -55,7 +55,7 @@ template <class A> struct Operands {
     return found;
   }
 
-  // The target of operand k: in place, or in `room`, which must then be stored.
+  // The target of operand k: where it lies, or `room`, which must then be stored to it.
   Target<A> written(int k, const Tile& tile, A* room) const {
     const Dtype type = call.types[k];
     Target<A> found{kDtypeOf<A>, room};
@@ -72,7 +72,7 @@ template <class A> struct Operands {
     });
   }
 
-  // Positions are offsets in operand k.
+  // Dropout's mask for a tile. The position of an element is its offset in operand k.
   Source<A> kept(int k, const Tile& tile, MaskOf<A>* room) const {
     const Chain& chain = call.chain;
     if (!chain.dropout) return {};
@@ -136,7 +136,7 @@ template <class A> void pointwise_bwd_region(const ChainOperands& call, const Re
   if (call.streams) finish_streams();
 }
 
-// Sums of four rows stay in the compute type before they are added up in double.
+// Adds four rows at a time in the compute type, and their sums in double.
 template <class A>
 void columns_region(const ChainColumns& call, int64_t begin, int64_t end, int64_t left, int64_t right, double* sums) {
   const Chain& chain = call.chain;

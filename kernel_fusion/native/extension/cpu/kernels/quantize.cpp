@@ -1,5 +1,5 @@
 // CPU quantisation: codes and scales of rows (backends/eager/quantize.py is the definition, which these match bit for bit).
-// Compiled once per instruction set; the loops are plain, and so made that the compiler turns them into vectors.
+// Compiled once per instruction set. The loops are plain C++, written so that the compiler turns them into vectors.
 #include <algorithm>
 #include <bit>
 #include <limits>
@@ -13,21 +13,21 @@ namespace {
 
 constexpr int64_t kRoom = kChunk<float>;
 
-// The magnitude of x as an integer, which orders floats as they are, with NaN above all.
+// |x| as an integer. Such integers have the order of the numbers, with NaN above all.
 KF_INLINE uint32_t magnitude(float x) { return std::bit_cast<uint32_t>(x) & 0x7fffffff; }
 
-// Codes of one type: of y, which is within the largest one, or NaN.
+// Each struct makes the codes of one type. code(y) takes a y that is within the largest code, or NaN.
 struct Int8 {
   static constexpr float kLargest = 127;
   static KF_INLINE uint8_t code(float y) {
-    // The sum is whole, and its last byte is the code. NaN has the code 0.
-    const uint32_t bits = std::bit_cast<uint32_t>(y + 12582912.0f);  // 1.5 * 2^23
+    // Adding 1.5 * 2^23 rounds y to a whole number, whose code is the last byte of the sum. NaN has the code 0.
+    const uint32_t bits = std::bit_cast<uint32_t>(y + 12582912.0f);
     return static_cast<uint8_t>(magnitude(y) > 0x7f800000 ? 0 : bits);
   }
 };
 
-// Floats of one byte, rounded in integers, where a carry goes where it belongs; without a leading 1, by a sum whose last digit
-// is theirs.
+// Floats of one byte. Normal numbers are rounded as integers, where a carry out of the mantissa correctly raises the exponent.
+// Subnormal ones are rounded by adding a number whose last digit has the weight of theirs.
 template <int exponent_bits, int mantissa_bits, int largest> struct Float8 {
   static constexpr float kLargest = largest;
   static KF_INLINE uint8_t code(float y) {
@@ -58,13 +58,13 @@ KF_STAGE uint32_t largest_magnitude(const float* x, int64_t n) {
 template <class C> KF_STAGE void encode(const float* x, int64_t n, float scale, uint8_t* out) {
   for (int64_t i = 0; i < n; ++i) {
     float y = x[i] / scale;
-    y = y < -C::kLargest ? -C::kLargest : y;  // NaN stays
+    y = y < -C::kLargest ? -C::kLargest : y;  // a NaN stays
     y = y > C::kLargest ? C::kLargest : y;
     out[i] = C::code(y);
   }
 }
 
-// A stretch of a row as floats: where it lies, or widened into `room`.
+// A stretch of a row as floats: where it lies, or converted into `room`.
 const float* floats(Dtype type, const char* v, int64_t start, int64_t n, float* room) {
   const char* p = element(type, v, start);
   if (type == Dtype::kFloat) return reinterpret_cast<const float*>(p);
@@ -72,7 +72,7 @@ const float* floats(Dtype type, const char* v, int64_t start, int64_t n, float* 
   return room;
 }
 
-// The codes of columns [begin, end) of a row, and the scale that they share, if none is given.
+// Writes the codes of columns [begin, end) of a row, and the scale that they share, unless the caller gave one.
 template <class C>
 void quantize_block(const Quantization& q, const char* v, int64_t begin, int64_t end, float* scale, uint8_t* out) {
   Chunk<float> room;

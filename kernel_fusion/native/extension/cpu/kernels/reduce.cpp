@@ -1,7 +1,7 @@
 // CPU reductions on chunks (cpu/chunk.h). Compiled once per instruction set.
 //
-// Sums within a chunk, or of a few rows, stay in the compute type in a vector's lanes and are joined in double: the error of a
-// sum does not grow with its length. The arguments alone decide every order.
+// The sums within a chunk, or of a few rows, stay in the lanes of vectors of the compute type. They are joined in double, so
+// the error of a sum does not grow with its length. The arguments alone decide the order of every sum.
 #include <algorithm>
 #include <cmath>
 
@@ -19,7 +19,7 @@ template <class A> inline Pair<A> add_mapped(Map map, const Pair<A>& sum, const 
   return map == Map::kAbs ? sum + Pair<A>{x.a.abs(), x.b.abs()} : sum + x;
 }
 
-// A sum with its summed rounding errors (Neumaier), for the many chunks of a long row of doubles.
+// A sum and the sum of its rounding errors (Neumaier's method), for the many chunks of a long row of doubles.
 struct Compensated {
   double sum = 0, lost = 0;
   void add(double v) {
@@ -45,7 +45,7 @@ template <Map map, class A> inline double sum_of_mapped(const Source<A>& in, int
   return total(first + second);
 }
 
-// sums += f(in), whole pairs of them
+// Adds f(in) to `sums`, rounded up to whole pairs.
 template <Map map, class A> inline void add_to(A* sums, const Source<A>& in, int64_t n) {
   sweep<A>(n, [&](int64_t i, auto part) { store_pair(sums + i, add_mapped(map, load_pair(sums + i), in.load(i, part))); });
 }
@@ -67,7 +67,7 @@ void rows(const Reduction& c, int64_t blocks, int64_t block, int64_t begin, int6
   }
 }
 
-// Short rows without gaps are taken `fold` at a time, as one row that is folded at the end.
+// Sums over columns. `fold` short rows without gaps between them are taken as one row, whose sums are folded at the end.
 template <Map map, class A>
 void columns(const Reduction& c, int64_t outer, int64_t begin, int64_t end, int64_t left, int64_t right, double* sums) {
   const int64_t element = size_of(c.type), width = right - left;
@@ -100,7 +100,7 @@ void columns(const Reduction& c, int64_t outer, int64_t begin, int64_t end, int6
     case Map::kNone: return (c.wide ? function<Map::kNone, double> : function<Map::kNone, float>)(__VA_ARGS__);       \
   }
 
-// Sums of eight rows at a time, then of these; kWidth columns, as many as registers hold.
+// Adds eight rows at a time, then those sums. It takes kWidth columns, as many as registers hold.
 template <int64_t kWidth, class A> void add_rows_of(const A* rows, int64_t count, int64_t pitch, double* sums) {
   constexpr int64_t kGroup = 8;
   double total[kWidth] = {};
@@ -143,7 +143,7 @@ void store_sums(const double* sums, int64_t n, double divisor, Dtype type, void*
     Chunk<A> rounded;
     for (int64_t start = 0; start < n; start += kChunk<A>) {
       const int64_t count = std::min(kChunk<A>, n - start);
-      if (divisor == 1.0)  // a division takes longer than all the rest
+      if (divisor == 1.0)  // the division would take longer than everything else
         for (int64_t i = 0; i < count; ++i) rounded.values[i] = static_cast<A>(sums[start + i]);
       else
         for (int64_t i = 0; i < count; ++i) rounded.values[i] = static_cast<A>(sums[start + i] / divisor);

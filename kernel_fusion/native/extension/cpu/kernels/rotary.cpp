@@ -1,9 +1,8 @@
-// CPU rotary embedding of heads, of the RMSNorm of each where there is one, forward and backward. Compiled once per instruction
-// set.
+// CPU rotary embedding of heads, or of the RMSNorm of each head, forward and backward. Compiled once per instruction set.
 //
-// Forward: y = turn(x), or with a norm turn(x * rstd * w), by way of a row of the accumulator type. Backward: g = turn(dy) by
-// the negative angles, which is dx, or with a norm dx = rstd * (g w - n mean(g w n)) with n = x * rstd, where one sweep finds
-// rstd and the mean, and dweight += g * n. All of a token's heads share cosines and sines that are widened once.
+// Forward: y = rotate(x), or with a norm y = rotate(x * rstd * w) by way of a row of the accumulator type. Backward: g is dy
+// rotated by the negative angles. Without a norm, dx = g. With a norm, n = x * rstd, dx = rstd * (g w - n mean(g w n)) and
+// dweight += g * n, where one sweep finds rstd and the mean. A token's heads share cosines and sines that are converted once.
 #include <algorithm>
 #include <cmath>
 #include <memory>
@@ -15,7 +14,7 @@
 namespace kf::cpu::CPU_CAPABILITY {
 namespace {
 
-// v rounded to T, if that has fewer digits.
+// v rounded to T, if T has fewer digits.
 template <class T> KF_INLINE Pair<AccOf<T>> rounded(const Pair<AccOf<T>>& v) {
   if constexpr (std::is_same_v<T, AccOf<T>>) {
     return v;
@@ -25,7 +24,7 @@ template <class T> KF_INLINE Pair<AccOf<T>> rounded(const Pair<AccOf<T>>& v) {
   }
 }
 
-// One thread's rows of the accumulator type.
+// Rows of the accumulator type that belong to one thread.
 template <class T> struct Room {
   using A = AccOf<T>;
   std::unique_ptr<A[]> all;
@@ -40,7 +39,7 @@ template <class T> struct Room {
     dweight = row + each;
   }
 
-  // cos and `sign` * sin of a token.
+  // Reads cos and `sign` * sin of a token.
   void read_angles(const Rotary& c, int64_t example, int64_t token, A sign) {
     const int64_t number = c.positions ? c.positions[example * c.position_example + token] : token;
     const int64_t start = (example * c.table_example + number * c.half) * size_of(c.table_type);
@@ -51,7 +50,7 @@ template <class T> struct Room {
   }
 };
 
-// y = x with its pairs of columns turned, each of X and Y being T or the accumulator type.
+// Computes y = x with its pairs of columns rotated. Each of X and Y is T or the accumulator type.
 template <class T, bool kRounds, class X, class Y>
 void turn(const Rotary& c, const X* x, Y* y, const AccOf<T>* cos, const AccOf<T>* sin) {
   using A = AccOf<T>;
@@ -86,7 +85,7 @@ void turn(const Rotary& c, const X* x, Y* y, const AccOf<T>* cos, const AccOf<T>
   sweep<A>(c.cols - rest, [&](int64_t i, auto part) { store_pair(y + rest + i, load_pair(x + rest + i, part), part); });
 }
 
-// n * weight in `out`.
+// Writes n * weight to `out`, where n is the normalised head.
 template <class T> void normalize(const Rotary& c, const RotaryHeads& h, const T* x, AccOf<T>* out) {
   using A = AccOf<T>;
   const auto [squares] = sums_over<A, 1>(c.cols, [&](int64_t i, auto& sums, auto part) {
@@ -121,7 +120,7 @@ template <class T> void rotary_heads(const Rotary& c, const RotaryHeads& h, int6
   }
 }
 
-// One head's: dx, if it is wanted, and dweight in room.dweight; g is in room.row.
+// Backward through the norm of one head, whose g is in room.row: writes dx if it is not null, and adds to room.dweight.
 template <class T>
 void norm_backward(const Rotary& c, const RotaryHeads& h, const T* x, T* dx, bool wants_dweight, Room<T>& room) {
   using A = AccOf<T>;
@@ -148,7 +147,7 @@ void norm_backward(const Rotary& c, const RotaryHeads& h, const T* x, T* dx, boo
   });
 }
 
-// Adds what was summed of dweight to the totals, and begins anew.
+// Adds the sums so far of dweight to the totals in double, and sets them to zero.
 template <class A> void flush(A* dweight, int64_t cols, double* totals) {
   for (int64_t i = 0; i < cols; ++i) totals[i] += static_cast<double>(dweight[i]);
   std::fill_n(dweight, cols, A(0));

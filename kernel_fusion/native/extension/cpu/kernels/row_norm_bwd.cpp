@@ -1,13 +1,13 @@
-// CPU row norms backward, on at::vec. Compiled once per instruction set (-DCPU_CAPABILITY=...).
+// CPU row norms backward, on at::vec, without stages and with tensors of one type. Compiled once per instruction set
+// (-DCPU_CAPABILITY=...).
 //
-// Rows of one type without stages: who takes which rows and columns, and in what order. cpu/row_norm_backward.h has the
-// arithmetic.
+// This file decides which rows and columns are taken together and in what order; cpu/row_norm_backward.h has the arithmetic.
 #include "cpu/row_norm_backward.h"
 
 namespace kf::cpu::CPU_CAPABILITY {
 namespace {
 
-// Restores a sum of gradients from the order of `Interleaved`.
+// Moves a sum of gradients from the order of `Interleaved` to that of the columns.
 inline void restore(float* sum, int64_t cols) {
   constexpr int64_t kStep = Pair<float>::kStep;
   for (int64_t i = 0; i + kStep <= cols; i += kStep) {
@@ -17,7 +17,7 @@ inline void restore(float* sum, int64_t cols) {
   }
 }
 
-// Restores both sums from the order of `Interleaved`.
+// Does so for both sums, if the rows were read in that order.
 template <class T> void restore_sums(const Backward& c) {
   if constexpr (std::is_same_v<T, Interleaved>)
     for (void* sum : {c.dweight, c.dbias})
@@ -41,12 +41,13 @@ template <class T> void backward_rows(const Backward& c, int64_t begin, int64_t 
   restore_sums<T>(c);
 }
 
-// Stores n elements of dweight or dbias from `start`.
+// Stores n elements of dweight or dbias, from column `start` on, if the gradient is wanted.
 template <class A> void store_gradient(const A* sum, int64_t start, int64_t n, Dtype type, void* out) {
   if (out) with_type_of<A>(type, [&]<class T>(T*) { convert(sum, n, static_cast<T*>(out) + start); });
 }
 
-// Each strip prepares its weight and rounds its dweight and dbias; all at once would leave the cache in between.
+// The first pass over strips of columns. Each strip prepares its weight and rounds its dweight and dbias by itself, because
+// those of all columns would leave the cache in between.
 template <class T> void sums_of_strips(const BackwardByColumns& c, int64_t begin, int64_t end, RowSums* sums) {
   using A = AccOf<T>;
   const int64_t width = strip_width(c.cols);

@@ -1,4 +1,5 @@
-// CPU row norms backward of rows that share no weight, bias or gate, so that their gradients are no sums. All is of one type.
+// CPU row norms backward for rows that share no weight, bias or gate, whose gradients therefore are no sums over rows. All
+// tensors have one type.
 // Compiled once per instruction set (-DCPU_CAPABILITY=...).
 #include "cpu/chunk.h"
 #include "cpu/row_norm_backward.h"
@@ -10,7 +11,7 @@ template <class T> const T* row_of_pitch(const void* first, int64_t pitch, int64
   return first ? reinterpret_cast<const T*>(static_cast<const char*>(first) + row * pitch) : nullptr;
 }
 
-// A weight as given; absent, it is 1.
+// A weight as the caller gave it. An absent weight is 1.
 template <class T> struct GivenWeight {
   using A = AccOf<T>;
   const T* data;
@@ -22,11 +23,11 @@ template <class T> struct GivenWeight {
   }
 };
 
-// A row has for each column a weight, and the gradients that begin and end with it.
+// The weight of each column of one row, and the gradients of weight and bias, which this row alone determines.
 template <class T> struct OwnColumns {
   using A = AccOf<T>;
   GivenWeight<T> weight;
-  Results<T> dweight, dbias;  // without data: not wanted
+  Results<T> dweight, dbias;  // without data if not wanted
 
   template <class P> KF_INLINE Pair<A> load_dweight(int64_t, P) const { return both<A>(0); }
   template <class P> KF_INLINE Pair<A> load_dbias(int64_t, P) const { return both<A>(0); }
@@ -36,9 +37,9 @@ template <class T> struct OwnColumns {
   }
 };
 
-// Takes the gradient at h = residual + gate * u.
+// Receives the gradient at h = residual + gate * u, and stores those of residual, gate and u.
 template <class T> struct GatedResults {
-  Results<T> dresidual, dgate, dx;  // without data: not wanted
+  Results<T> dresidual, dgate, dx;  // without data if not wanted
   const T *gate, *u;
 
   template <class P> KF_INLINE void put(int64_t i, const Pair<AccOf<T>>& g, P part) const {
@@ -49,7 +50,7 @@ template <class T> struct GatedResults {
 };
 
 template <class T> struct Rows {
-  T* first;  // null: not wanted
+  T* first;  // the result of row 0, or null if it is not wanted
   RowResults results;
 
   Rows(const Backward& c, void* first) : first(static_cast<T*>(first)), results(kDtypeOf<T>, first, c.cols, c.streams) {}
@@ -88,7 +89,7 @@ template <class T> class OwnRows {
   }
 
  private:
-  // The row's sums, and the gradients of its weight and bias.
+  // The first pass over a row: its sums, and the gradients of its weight and bias.
   template <bool keeps> void add(Row<T, T>& row, const GivenWeight<T>& weight, int64_t index) {
     Backward strip = c;
     const int64_t width = strip_width(c.cols);
@@ -108,7 +109,7 @@ template <class T> class OwnRows {
     }
   }
 
-  // Columns [start, stop) of what is made from the gradient at h, which `write` writes.
+  // The second pass over columns [start, stop). `write` computes the gradient at h and stores it to the results that it gets.
   template <class F> KF_INLINE void store(int64_t index, int64_t start, int64_t stop, F&& write) {
     const int64_t position = index * c.cols + start, n = stop - start;
     if (own.gate) {

@@ -1,4 +1,4 @@
-// CPU row norms backward with stages, or of rows of two types, for bf16 and fp32. Compiled once per instruction set
+// CPU row norms backward with stages or with tensors of two types, for bf16 and fp32. Compiled once per instruction set
 // (-DCPU_CAPABILITY=...).
 #include "cpu/row_norm_backward_staged.h"
 

@@ -1,6 +1,6 @@
 // CPU row norms forward, on at::vec. Compiled once per instruction set (-DCPU_CAPABILITY=...).
 //
-// This decides who takes which rows and columns, and in what order; cpu/row_norm_forward.h has the arithmetic.
+// This file decides which rows and columns are taken together and in what order; cpu/row_norm_forward.h has the arithmetic.
 #include "cpu/row_norm_forward.h"
 
 #include <memory>
@@ -10,10 +10,11 @@
 namespace kf::cpu::CPU_CAPABILITY {
 namespace {
 
-// Whether reading a parameter like x gives the values that preparing it gives.
+// Whether a parameter has the values of its prepared form when it is read with the type of x.
 template <class T> bool is_like(const Parameter& p) { return !p.data || (p.type == kDtypeOf<T> && p.offset == 0); }
 
-// Calls f with a stretch of weight and bias: prepared, or as given if preparing costs more than it saves for so few rows.
+// Calls f with a stretch of weight and bias. They are prepared, or left as they are if preparing them costs more than it
+// saves for so few rows.
 template <class T, class F> KF_INLINE void with_parameters(const Forward& c, int64_t rows, int64_t start, int64_t n, F&& f) {
   using A = AccOf<T>;
   if constexpr (sizeof(T) == 2) {
@@ -25,10 +26,10 @@ template <class T, class F> KF_INLINE void with_parameters(const Forward& c, int
   f(stretch_of(c.weight, start, n, room[0]), stretch_of(c.bias, start, n, room[1]));
 }
 
-constexpr int64_t kShortRows = 16384;  // bytes of short rows taken together, which stay in the L1 cache
+constexpr int64_t kShortRows = 16384;  // the bytes of short rows taken together stay in the L1 cache
 
-// The statistics of several rows, then their results. Long rows pass a stretch of weight and bias together. Next rows of fp16
-// or bf16 are fetched while others are written, when no row is read.
+// Computes the statistics of several rows, then their results. Long rows use a stretch of weight and bias together. The next
+// rows of fp16 or bf16 are prefetched while results are written, because nothing else is read then.
 template <class T> void forward_rows(const Forward& c, int64_t begin, int64_t end) {
   using A = AccOf<T>;
   const int64_t short_rows = std::clamp<int64_t>(kShortRows / (c.cols * sizeof(T)), 1, kMostRows);
@@ -57,7 +58,7 @@ template <class T> void forward_rows(const Forward& c, int64_t begin, int64_t en
   }
 }
 
-// f(piece, its row, its x, its first column, its columns).
+// Calls f(piece, row, address of x, first column, number of columns) for pieces [begin, end) of long rows.
 template <class F> void each_piece(const Forward& c, int64_t begin, int64_t end, F&& f) {
   const int64_t stretches = stretches_of(c.cols);
   for (int64_t piece = begin; piece < end; ++piece) {
@@ -89,11 +90,11 @@ template <class T> void forward_pieces(const Forward& c, int64_t begin, int64_t 
   });
 }
 
-// Where the columns of a row's group begin.
+// The element of weight and bias at which those of a row's group begin.
 inline int64_t column_of(const Forward& c, int64_t row) { return c.groups == 1 ? 0 : row % c.groups * c.cols; }
 
-// The normalised row: h = residual + gate * u, rounded to the residual's dtype and stored, or without a residual u or x *
-// factor. In memory already, or in `room`.
+// The row to normalise. With a residual it is h = residual + gate * u, rounded to the residual's dtype and stored; without one
+// it is u, or x * factor. It lies in memory already, or is computed in `room`.
 template <class A> Source<A> make_h(const Forward& c, const ForwardStages& s, int64_t row, A* room) {
   const auto x = row_at<A>(c.x_type, c.x, c.x_rows, row);
   if (!s.residual && !s.pre_activation && !s.dropout && !factor_is_first(s)) return x;
@@ -102,7 +103,7 @@ template <class A> Source<A> make_h(const Forward& c, const ForwardStages& s, in
       s.residual ? Target<A>{s.residual_type, element(s.residual_type, s.h, first)} : Target<A>{kDtypeOf<A>, room};
   const Source<A> gate = from(Source<A>{s.residual_gate.type, s.residual_gate.data}, column_of(c, row));
   const Source<A> residual = s.residual ? row_at<A>(s.residual_type, s.residual, s.residual_rows, row) : Source<A>{};
-  const bool fetches = !c.weight.as_is(kDtypeOf<A>);  // a row's own weight and bias, which are read next
+  const bool fetches = !c.weight.as_is(kDtypeOf<A>);  // prefetch a row's own weight and bias, which are read next
   each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
     for (const Parameter* p : {&c.weight, &c.bias})
       if (fetches && p->data) fetch(element(p->type, p->data, column_of(c, row) + start), n * size_of(p->type));
@@ -137,7 +138,7 @@ void finish_row(const Forward& c, const ForwardStages& s, int64_t row, const T* 
   });
 }
 
-// The statistics of several rows, whose h have one type, then their results.
+// Computes the statistics of several rows, whose h have type T, then their results.
 template <class A, class T>
 void finish_rows(const Forward& c, const ForwardStages& s, int64_t first, int64_t count, const Source<A>* h,
                  RowResults& results) {
@@ -173,7 +174,7 @@ void forward(const Forward& c, int64_t begin, int64_t end) {
 
 void forward_moments(const Forward& c, int64_t begin, int64_t end, StretchMoments* moments) {
   with_type(c.x_type, [&]<class Type>(Type*) {
-    using T = Alike<Type>;  // in either order of the elements
+    using T = Alike<Type>;  // the moments do not depend on the order of a pair's elements
     each_piece(c, begin, end, [&](int64_t piece, int64_t, const char* p, int64_t, int64_t n) {
       const auto* x = reinterpret_cast<const T*>(p);
       moments[piece] = moments_of(x, n, c.rms, c.rms ? 0 : center_of(x, n));

@@ -1,7 +1,8 @@
 // CPU softmax over rows, forward and backward. Compiled once per instruction set.
 //
-// Forward: the maximum of a row's logits, the exponentials and their sum, the quotients, in y or, if y has another type, in a
-// buffer. Backward: dx = scale * (dy - sum(dy * y)) * y, in two sweeps. Sums are joined over chunks in double.
+// Forward sweeps over a row three times: for the largest logit, for the exponentials and their sum, and for the quotients. The
+// exponentials lie in y or, if y has another type, in a buffer. Backward computes dx = scale * (dy - sum(dy * y)) * y in two
+// sweeps. The sums of chunks are joined in double.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -18,7 +19,7 @@ namespace {
 
 template <class A> inline constexpr A kNothing = -std::numeric_limits<A>::infinity();
 
-// The masked logits of a chunk, in `logits`.
+// Writes the masked logits of a chunk to `logits`.
 template <class A>
 void masked_chunk(const Softmax& c, const char* x, const char* mask, int64_t start, int64_t n, A* logits, A* room) {
   load_chunk<A>(c.type, x + start * size_of(c.type), 1, n, logits);
@@ -32,12 +33,12 @@ void masked_chunk(const Softmax& c, const char* x, const char* mask, int64_t sta
   }
 }
 
-// The elements of `in` times `scale`.
+// A row's logits: the elements of `in` times `scale`.
 template <class A> struct Logits {
   Source<A> in;
   A scale;
 
-  // f(i, pair) for the pairs of [begin, end); the last one is filled up with kNothing.
+  // Calls f(i, pair) for the pairs of [begin, end). The last pair is filled up with kNothing.
   template <class F> KF_INLINE void each_pair(int64_t begin, int64_t end, F&& f) const {
     constexpr int64_t kStep = Pair<A>::kStep;
     const auto factor = both(scale);
@@ -54,7 +55,7 @@ template <class A> struct Logits {
   }
 };
 
-// The first `kept` logits of a row: in place, or with a mask in `room`.
+// The first `kept` logits of a row: where they lie or, if there is a mask, in `room`.
 template <class A> Logits<A> read_logits(const Softmax& c, int64_t row, int64_t kept, A* room) {
   const char* x = c.x + row_offset(c.x_rows, row) * size_of(c.type);
   if (c.mask_type == Dtype::kAbsent) return {{c.type, x}, static_cast<A>(c.scale)};
@@ -65,7 +66,7 @@ template <class A> Logits<A> read_logits(const Softmax& c, int64_t row, int64_t 
   return {{kDtypeOf<A>, room}, A(1)};
 }
 
-// The largest logit, or NaN.
+// The largest logit, or NaN if there is one.
 template <class A> A largest_of(const Logits<A>& logits, int64_t n) {
   auto largest = both(kNothing<A>);
   logits.each_pair(
@@ -76,7 +77,7 @@ template <class A> A largest_of(const Logits<A>& logits, int64_t n) {
   return result;
 }
 
-// out = exp(logits - largest), in whole pairs; returns the sum.
+// Writes exp(logits - largest) to `out`, rounded up to whole pairs, and returns the sum.
 template <class A> double exponentiate(const Logits<A>& logits, int64_t n, A largest, A* out) {
   const auto top = both(largest);
   double sum = 0;
@@ -104,14 +105,14 @@ template <class A> void softmax_rows(const Softmax& c, int64_t begin, int64_t en
     int64_t kept = c.causal_rows ? std::min(c.cols, row % c.causal_rows + 1) : c.cols;
     const auto logits = read_logits(c, row, kept, exponentials);
     const A largest = largest_of(logits, kept);
-    if ((c.causal_rows || c.mask_type != Dtype::kAbsent) && largest == kNothing<A>) kept = 0;  // fully masked
+    if ((c.causal_rows || c.mask_type != Dtype::kAbsent) && largest == kNothing<A>) kept = 0;  // the row is fully masked
     const double sum = exponentiate(logits, kept, largest, exponentials);
     quotients.scale = static_cast<A>(1 / sum);
     quotients.a.data = exponentials;
     quotients.first = {c.type, y};
     run_values(quotients, kept);
     std::memset(y + kept * element, 0, (c.cols - kept) * element);
-    if (sum != sum && c.mask_type == Dtype::kBool) {  // all results are NaN
+    if (sum != sum && c.mask_type == Dtype::kBool) {  // all results are NaN, except those that the mask leaves out
       const char* keep = c.mask + row_offset(c.mask_rows, row);
       for (int64_t i = 0; i < kept; ++i)
         if (!keep[i * c.mask_stride]) std::memset(y + i * element, 0, element);
@@ -126,7 +127,7 @@ template <class T, class A> double dot(const Source<A>& dy, const Source<A>& y, 
   return sum;
 }
 
-// dx = 0 where y = 0.
+// Sets dx to 0 where y is 0.
 template <class A> void zero_where_left_out(const SoftmaxBackward& c, const char* y, char* dx) {
   const int64_t element = size_of(c.type);
   Chunk<A> values;
@@ -138,7 +139,7 @@ template <class A> void zero_where_left_out(const SoftmaxBackward& c, const char
   }
 }
 
-// T: the type of dy and y, or AnyType.
+// Backward of rows [begin, end). T is the type of dy and y, or AnyType if they have two types.
 template <class T, class A> void softmax_bwd_rows(const SoftmaxBackward& c, int64_t begin, int64_t end) {
   constexpr int64_t kStep = Pair<A>::kStep;
   const int64_t element = size_of(c.type), dy_element = size_of(c.dy_type);
@@ -159,7 +160,7 @@ template <class T, class A> void softmax_bwd_rows(const SoftmaxBackward& c, int6
       dx.template store<T>(i, gradient(dy.template load<T>(i, part), y.template load<T>(i, part)), part);
     });
     constexpr A kHarmless = std::numeric_limits<A>::max() * std::numeric_limits<A>::epsilon() / 4;
-    if (c.leaves_out && !(std::fabs(sum) < kHarmless)) {  // else d - sums is finite, and its product with 0 is 0
+    if (c.leaves_out && !(std::fabs(sum) < kHarmless)) {  // otherwise d - sums is finite, and its product with 0 is 0
       if (c.streams) finish_streams();
       zero_where_left_out<A>(c, static_cast<const char*>(y.data), c.dx + row * c.cols * element);
     }
