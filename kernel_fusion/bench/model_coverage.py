@@ -11,7 +11,7 @@ import copy
 import pickle
 import tempfile
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -170,7 +170,11 @@ def generates(architecture: Architecture, model: Any) -> str | None:
 
 
 def checkpoints(architecture: Architecture, model: Any) -> str | None:
-    """Whether gradient checkpointing, if it changes no bit of the unpatched model, changes none of the patched one."""
+    """Whether gradient checkpointing, if it changes no bit of the unpatched model, changes none of the patched one.
+
+    It must run the layers of the patched model as often as those of the unpatched one: without checkpoints the bits
+    are the same, too.
+    """
     inputs = architecture.inputs(model, 0)
 
     def differing(model: Any) -> list[str]:
@@ -179,13 +183,26 @@ def checkpoints(architecture: Architecture, model: Any) -> str | None:
         again = run(model, inputs, torch.float32)
         return [name for name in plain if not torch.equal(plain[name], again[name])]
 
+    unpatched, patched = (copy.deepcopy(model).train() for _ in range(2))
     with _original():
-        if differing(copy.deepcopy(model).train()):
+        expected = _runs(unpatched)
+        if differing(unpatched):
             raise NotApplicable
-    patched = copy.deepcopy(model).train()
     kf.patch(patched)
-    bad = differing(patched)
-    return f"{len(bad)} results differ: {', '.join(bad[:3])}" if bad else None
+    found = _runs(patched)
+    if bad := differing(patched):
+        return f"{len(bad)} results differ: {', '.join(bad[:3])}"
+    other = [name for name in found if found[name] != expected[name]]
+    return f"{len(other)} layers run another number of times: {', '.join(other[:3])}" if other else None
+
+
+def _runs(model: nn.Module) -> Counter[str]:
+    """Counts from now on how often each layer with parameters that no patch replaces, such as a linear one, runs."""
+    counts: Counter[str] = Counter()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Embedding | nn.modules.conv._ConvNd) or type(module).__name__ == "Conv1D":
+            module.register_forward_hook(lambda *_, name=name: counts.update([name]))
+    return counts
 
 
 def saves(architecture: Architecture, model: Any) -> str | None:

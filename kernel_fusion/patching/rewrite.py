@@ -136,18 +136,28 @@ def _inside(method: types.FunctionType) -> types.FunctionType:
 
 
 def _around(method: types.FunctionType, function: Any) -> Any:
-    """The method's decorators around another function."""
-    place = _place(method)
-    if place is None:
-        return function
-    cells = list(method.__closure__ or ())
-    wrapped = _around(_closure(method)[place], function)
-    cells[place] = types.CellType(wrapped)
-    made = types.FunctionType(method.__code__, method.__globals__, None, method.__defaults__, tuple(cells))
-    functools.update_wrapper(made, method)
-    made.__kwdefaults__ = method.__kwdefaults__
-    made.__wrapped__ = wrapped  # type: ignore[attr-defined]
-    return made
+    """The method's decorators around another function. The copies see each other, and themselves, as the originals do.
+
+    A wrapper may ask whether it is its class's method, to know whether it is the outermost one.
+    """
+    chain = [method]
+    while (place := _place(chain[-1])) is not None:
+        chain.append(_closure(chain[-1])[place])
+    copies: dict[int, Any] = {id(chain.pop()): function}
+    originals = {id(each) for each in chain} | copies.keys()
+    for each in chain:
+        cells = zip(each.__closure__ or (), _closure(each), strict=True)
+        own = tuple(types.CellType() if id(value) in originals else cell for cell, value in cells)
+        copies[id(each)] = types.FunctionType(each.__code__, each.__globals__, None, each.__defaults__, own)
+    for each in chain:
+        made: Any = copies[id(each)]
+        functools.update_wrapper(made, each)
+        made.__kwdefaults__ = each.__kwdefaults__
+        vars(made).update({name: copies.get(id(value), value) for name, value in vars(each).items()})
+        for cell, value in zip(made.__closure__ or (), _closure(each), strict=True):
+            if id(value) in copies:
+                cell.cell_contents = copies[id(value)]
+    return copies[id(method)]
 
 
 def _place(method: types.FunctionType) -> int | None:
