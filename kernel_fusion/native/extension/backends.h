@@ -1,4 +1,4 @@
-// The devices: the kernels of each family, and when to call them without the dispatcher.
+// The devices: the kernels of each family on each of them, and when to call those kernels without the dispatcher.
 #pragma once
 
 #include <c10/core/DispatchKeySet.h>
@@ -19,7 +19,7 @@ namespace kf {
   X(rotary) X(rotary_bwd) X(quantize) X(quantized_row_norm) X(quantized_gate)
 // clang-format on
 
-// A device without kernels stands for tracing, of the norms only (operators/meta.py has the others).
+// The kernels of a device. A backend without kernels serves tracing of the norms (operators/meta.py traces the others).
 struct Backend {
   c10::DispatchKey key;
   c10::DeviceType device;
@@ -28,7 +28,7 @@ struct Backend {
 #undef KF_FIELD
 };
 
-// The CPU's kernel; in a rehearsal CUDA's is looked for before.
+// The CPU's kernel. In a rehearsal it first asks the planner for CUDA's kernel, which is not launched.
 template <auto cpu, auto cuda> struct Rehearsed;
 template <class... Args, void (*cpu)(Args...), void (*cuda)(Args...)> struct Rehearsed<cpu, cuda> {
   static void run(Args... args) {
@@ -44,8 +44,8 @@ inline constexpr Backend kCuda{c10::DispatchKey::CUDA, c10::DeviceType::CUDA, KF
 #undef KF_ON_CUDA
 inline constexpr Backend kMeta{c10::DispatchKey::Meta, c10::DeviceType::Meta};
 
-// The backend to call directly, if `keys` hold only a device, and autograd. Null if something else must see the operators: a
-// mode, a subclass, a transform, functionalisation, tracing.
+// The backend to call directly, if `keys` hold nothing except a device and autograd. It is null if something else must see the
+// operators: a mode, a subclass, a transform, functionalisation or tracing.
 inline const Backend* direct(c10::DispatchKeySet keys) {
   constexpr auto passed = c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset |
                           c10::DispatchKeySet(c10::DispatchKey::BackendSelect);
@@ -59,8 +59,8 @@ inline const Backend* direct(c10::DispatchKeySet keys) {
 inline c10::DispatchKeySet key_set_of(const Tensor& t) { return t.defined() ? t.key_set() : c10::DispatchKeySet(); }
 inline c10::DispatchKeySet key_set_of(const OptionalTensor& t) { return t ? key_set_of(*t) : c10::DispatchKeySet(); }
 
-// The keys of a call with these tensors in a backward, which must cover all that it reads: the dispatcher handles tensors that
-// differ from their memory, such as negated views.
+// The dispatcher's keys for a backward call with these tensors. They must be all tensors that the call reads, because the
+// dispatcher handles tensors whose values differ from their memory, such as negated views.
 inline constexpr auto keys_of = [](const auto&... tensors) {
   const auto local = c10::impl::tls_local_dispatch_key_set();
   return (local.included_ | ... | key_set_of(tensors)) - local.excluded_;

@@ -1,5 +1,5 @@
-// Calls and implements operators through stacks of boxed values, as Python does. Only dispatch.cpp includes the dispatcher and
-// its values: their headers, and PyTorch's own templates for typed functions, compile for seconds.
+// Calls and implements operators through stacks of boxed values, as Python does. Only dispatch.cpp includes the headers of the
+// dispatcher and of its values. Those headers, and PyTorch's own templates for typed functions, take seconds to compile.
 #pragma once
 
 #include <array>
@@ -21,7 +21,7 @@ using Stack = std::vector<c10::IValue>;
 
 // ---- Values: those of types that dispatch.cpp lists -----------------------------------------------------------------------
 
-// The value at `place`, counted from the stack's end, is moved out.
+// Moves out the value that lies `place` places from the stack's end.
 template <class T> T take(Stack& stack, size_t place);
 template <class T> void push(Stack& stack, const T& value);
 void drop(Stack& stack, size_t count);
@@ -65,7 +65,7 @@ class NewStack {
   Stack& operator*() const { return *stack_; }
 };
 
-// At the keys' kernel, or at that of the arguments.
+// Calls the kernel for these dispatch keys or, without keys, the kernel for the arguments.
 void invoke(const c10::OperatorHandle& op, std::optional<c10::DispatchKeySet> keys, Stack& stack);
 
 template <class Result, class... Args>
@@ -79,14 +79,14 @@ template <class Result, class... Args> Result call_boxed(const c10::OperatorHand
   return redispatch_boxed<Result>(op, std::nullopt, args...);
 }
 
-// Calls it with the arguments that make this call.
+// Calls an operator with the arguments that make this call.
 template <class Result, class Call> Result call_operator(const c10::OperatorHandle& op, const Call& call) {
   return with_arguments(call, [&](const auto&... args) { return call_boxed<Result>(op, args...); });
 }
 
 // ---- Implementations ------------------------------------------------------------------------------------------------------
 
-// The place of a call: for a backend, or, above all backends, with the dispatcher's keys.
+// Where the dispatcher calls an implementation: for one backend, or above all backends, where it passes its keys.
 struct Site {
   const Backend* backend;
   c10::DispatchKeySet keys;
@@ -95,7 +95,7 @@ struct Site {
 };
 using Kernel = void(const Site& site, Stack& stack);
 
-// function(site, its arguments), where `site` is a backend or keys.
+// Unboxes the arguments of `function`, and calls function(site, arguments...), where `site` is a backend or dispatch keys.
 template <auto function> struct Boxed;
 template <class Where, class Result, class... Args, Result (*function)(Where, Args...)> struct Boxed<function> {
   static void kernel(const Site& site, Stack& stack) {
@@ -110,7 +110,7 @@ template <class Where, class Result, class... Args, Result (*function)(Where, Ar
   }
 };
 
-// body(site, make(the arguments)). `make` makes a call, one object, from the arguments.
+// The same for body(site, call). `make` makes `call`, one object, from the arguments.
 template <auto make, auto body> struct Implementation;
 template <class Call, class... Args, Call (*make)(Args...), class Where, class Result, Result (*body)(Where, const Call&)>
 struct Implementation<make, body> {
@@ -118,13 +118,13 @@ struct Implementation<make, body> {
   static constexpr Kernel* kernel = &Boxed<&run>::kernel;
 };
 
-// Implements an operator while the library is opened.
+// A global of this type implements an operator when the library is opened.
 struct Implements {
   Implements(const char* op, std::initializer_list<const Backend*> backends, Kernel* kernel);
   Implements(const char* op, std::initializer_list<c10::DispatchKey> keys, Kernel* kernel);
 };
 
-// Specific keys, because the Python stubs occupy the alias `Autograd` (operators/stubs.py).
+// The autograd keys by name, because Python's stubs occupy the alias `Autograd` (operators/stubs.py).
 #define KF_AUTOGRAD_KEYS {c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradCUDA, c10::DispatchKey::AutogradMeta}
 
 }  // namespace kf

@@ -10,11 +10,11 @@
 
 namespace kf {
 
-// It locks and releases the saved variables, and shows them to compiled autograd.
+// PyTorch's side of a verb's node. It locks and releases the saved variables, and shows them to compiled autograd.
 class GraphNode : public torch::autograd::Node {
   struct Saved {
     torch::autograd::SavedVariable variable;
-    bool is_result = false;  // of this node
+    bool is_result = false;  // the variable is a result of this node
   };
   const std::unique_ptr<SavingNode> node_;
   c10::SmallVector<Saved, 8> saved_;
@@ -25,7 +25,7 @@ class GraphNode : public torch::autograd::Node {
     node_->graph_ = this;
   }
 
-  // After the results' history is set, because they may be saved.
+  // Saves variables. It is called after the results have their history, because results may be saved too.
   void save(TensorRefs tensors, TensorRefs results) {
     for (const auto& each : tensors) {
       if (!each.tensor) {
@@ -54,7 +54,7 @@ class GraphNode : public torch::autograd::Node {
     if (at::GradMode::is_enabled())  // the definition's operations check no memory
       for (const Tensor& grad : grads)
         if (direct(keys_of(grad))) check_memory(grad);
-    const std::lock_guard<std::mutex> lock(mutex_);  // another thread may release the variables
+    const std::lock_guard<std::mutex> lock(mutex_);  // another thread may release the variables meanwhile
     return node_->gradients(std::move(grads));
   }
 
@@ -79,7 +79,7 @@ template <class T, class... Args> auto new_node(Args&&... args) {
   using torch::autograd::Node;
   if constexpr (std::is_same_v<decltype(torch::autograd::Edge::function), std::shared_ptr<Node>>)
     return std::shared_ptr<T>(new T(std::forward<Args>(args)...),
-                              [](T* node) { deleteNode(node); });  // without recursion in a deep graph
+                              [](T* node) { deleteNode(node); });  // frees a deep graph without recursion
   else return c10::make_intrusive<T>(std::forward<Args>(args)...);
 }
 

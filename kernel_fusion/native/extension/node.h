@@ -1,7 +1,7 @@
-// Tools for the autograd of the verbs. A verb's node says what it keeps and what its gradients are; node.cpp puts it into
-// PyTorch's graph, and alone includes autograd's headers, which compile for seconds. Nodes are as PyTorch generates its own,
-// and kernels skip the dispatcher if nothing else listens: torch::autograd::Function and the dispatcher cost small calls much
-// time.
+// Tools for the autograd of the verbs. A verb's node says what it keeps and how its gradients are computed. node.cpp puts the
+// node into PyTorch's graph; only that file includes autograd's headers, which take seconds to compile. Nodes are made as
+// PyTorch's generated code makes its own, and kernels are called without the dispatcher if nothing else needs to see the call,
+// because torch::autograd::Function and the dispatcher take a large part of the time of a small call.
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -17,7 +17,7 @@ namespace kf {
 
 using variable_list = std::vector<Tensor>;  // as in torch::autograd
 
-// Whether the call is inside a torch.func transform, or has tangents: then the definition serves it.
+// Whether a call needs the definition, because it is inside a torch.func transform or a tensor has a tangent.
 inline bool has_tangent(const Tensor& t) { return t.defined() && t._fw_grad(/*level=*/0).defined(); }
 inline bool has_tangent(const OptionalTensor& t) { return t && has_tangent(*t); }
 template <class... Tensors> bool needs_definition(const Tensors&... tensors) {
@@ -26,7 +26,7 @@ template <class... Tensors> bool needs_definition(const Tensors&... tensors) {
          (has_tangent(tensors) || ...);
 }
 
-// Whether a result of these has a gradient.
+// Whether a result that is computed from these tensors has a gradient.
 inline bool has_gradient(const Tensor& t) { return t.defined() && t.requires_grad(); }
 inline bool has_gradient(const OptionalTensor& t) { return t && has_gradient(*t); }
 template <class... Tensors> bool compute_requires_grad(const Tensors&... tensors) {
@@ -41,7 +41,7 @@ inline variable_list differentiate(const Tensor& y, const variable_list& inputs,
   return differentiate(variable_list{y}, inputs, variable_list{dy});
 }
 
-// A node's constants as bytes: nodes of one key run the same code.
+// The constants of a node as bytes. Compiled autograd takes nodes with equal keys for the same code.
 template <class... T> std::string key_of(const T&... values) {
   std::string key;
   const auto add = [&](const auto& value) {
@@ -55,19 +55,19 @@ template <class... T> std::string key_of(const T&... values) {
 
 class GraphNode;  // node.cpp
 
-// A verb's node: constants, and gradients that are computed from saved tensors.
+// The node of a verb: its constants, and its gradients as functions of saved tensors.
 class SavingNode {
  public:
   virtual ~SavingNode() = default;
   virtual std::string name() const = 0;
-  virtual std::string key() const = 0;  // key_of(everything else that `gradients` depends on)
+  virtual std::string key() const = 0;  // key_of(everything except tensors that `gradients` depends on)
   virtual variable_list gradients(variable_list&& grads) = 0;
 
  protected:
-  Tensor saved(size_t place) const;  // undefined if absent
-  bool wants(size_t input) const;    // whether somebody needs its gradient
+  Tensor saved(size_t place) const;  // a saved tensor, undefined if it was absent
+  bool wants(size_t input) const;    // whether anybody needs the gradient of this input
   variable_list no_gradients() const;
-  void be_history_of(const Tensor& stand_in) const;  // of the first result
+  void be_history_of(const Tensor& stand_in) const;  // gives it the history of the node's first result
 
  private:
   friend class GraphNode;
@@ -75,13 +75,13 @@ class SavingNode {
 };
 
 struct TensorRef {
-  const Tensor* tensor;  // null if absent
+  const Tensor* tensor;  // null if the tensor is undefined
   TensorRef(const Tensor& t) : tensor(t.defined() ? &t : nullptr) {}
   TensorRef(const OptionalTensor& t) : tensor(present(t) ? &*t : nullptr) {}
 };
 using TensorRefs = c10::ArrayRef<TensorRef>;
 
-// Makes a node the history of `results`, which may be saved.
+// Makes a node the history of `results`, and saves the tensors `saved`, which may include results.
 void set_history(std::unique_ptr<SavingNode> node, TensorRefs inputs, TensorRefs results, TensorRefs saved);
 
 }  // namespace kf

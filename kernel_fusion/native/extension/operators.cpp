@@ -1,4 +1,4 @@
-// Shared by the operators of all families: checks, the geometry of rows, counters of kernels.
+// What the operators of all families share: checks, the geometry of rows, and counters of kernels.
 #include <ATen/ExpandUtils.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -66,8 +66,8 @@ bool inner_contiguous(const Tensor& t, int64_t num_dims) {
   return true;
 }
 
-// Merges the leading dimensions into at most three (size, stride) levels, innermost first; returns their number, or -1 if three
-// are not enough.
+// Merges the leading dimensions into at most three levels of size and stride, innermost first. Returns the number of levels, or
+// -1 if three are not enough.
 int collapse(const Tensor& t, int64_t leading, int64_t (&size)[3], int64_t (&stride)[3]) {
   int levels = 0;
   for (int64_t i = leading - 1; i >= 0; --i) {
@@ -105,7 +105,7 @@ Rows::Rows(const Tensor& t, int64_t num_dims) : tensor(t) {
   }
   const auto bytes = static_cast<int64_t>(tensor.element_size());
   uintptr_t bits = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
-  // Also for a single row, which must not need a kernel of its own.
+  // The strides count for a single row too, which must not need a kernel of its own.
   for (const auto s : layout.stride) bits |= static_cast<uintptr_t>(s * bytes);
   alignment = alignment_of(reinterpret_cast<const void*>(bits));
 }
@@ -114,5 +114,5 @@ void count(Counter counter) { counts[static_cast<int>(counter)].fetch_add(1, std
 
 }  // namespace kf
 
-// Read from Python through ctypes.
+// How often kernels of a kind ran. Python calls this through ctypes.
 extern "C" __attribute__((visibility("default"))) int64_t kf_count(int counter) { return kf::counts[counter].load(); }

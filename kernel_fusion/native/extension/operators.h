@@ -1,5 +1,5 @@
-// Shared by the operators of all families: checks of tensors, geometry of rows, allocation, counters of kernels.
-// Kernels include no headers of the dispatcher or of ATen's operators, which compile for seconds.
+// What the operators of all families share: checks of tensors, the geometry of rows, allocation, and counters of kernels.
+// Files with kernels include no headers of the dispatcher or of ATen's operators, because those take seconds to compile.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -26,7 +26,7 @@ inline at::ScalarType acc_dtype(const Tensor& input) { return input.scalar_type(
 // The element types that kernels know.
 inline bool supported(at::ScalarType t) { return t == at::kHalf || t == at::kBFloat16 || t == at::kFloat || t == at::kDouble; }
 
-// Whether the second is of a type that goes with the first: fp64 goes with fp64, the other three with each other.
+// Whether tensors of these two types may be mixed: fp64 with fp64, the other three types with each other.
 inline bool mixes(at::ScalarType a, at::ScalarType b) { return supported(b) && (a == at::kDouble) == (b == at::kDouble); }
 
 inline Dtype cpu_dtype(at::ScalarType type) {
@@ -50,8 +50,8 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline const void* data_or_null(const Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; }
 inline void* memory_or_null(const Tensor& t) { return t.defined() ? t.data_ptr() : nullptr; }
 
-// Raises unless the storage of `t` holds its sizes and strides: libraries free and refill that of parameters and activations.
-// Call it before a kernel or a copy reads a caller's tensor.
+// Raises unless the storage of `t` is as large as its sizes and strides say. Libraries free and refill the storage of
+// parameters and activations, so this must be called before a kernel or a copy reads a caller's tensor.
 void check_memory(const Tensor& t);
 inline void check_memory(const OptionalTensor& t) {
   if (t) check_memory(*t);
@@ -61,17 +61,18 @@ inline constexpr auto check_all_memory = [](const auto&... tensors) { (check_mem
 // Whether the CUDA kernels serve a device (cuda/launcher.cpp).
 bool cuda_enabled(int device);
 
-// Whether CPU tensors stand for tensors on a GPU: then calls also look for the CUDA kernels that they would launch there.
+// Whether this is a rehearsal, in which CPU tensors stand for tensors on a GPU. Calls then also look for the CUDA kernels that
+// they would launch there.
 bool rehearsing();
 inline bool as_on_cuda(const Tensor& t) { return t.is_cuda() || rehearsing(); }
 
-// A floating-point tensor that the kernels of its device can read.
+// Whether `t` is a floating-point tensor that the kernels of its device can read.
 bool readable(const Tensor& t);
 
-// Whether `t` is the seed of a dropout of `input`: one int64.
+// Whether `t` can be the seed for dropout of `input`: one int64 on its device.
 bool is_seed(const OptionalTensor& t, const Tensor& input);
 
-// The entry called `name`, among names in the order of their codes; raises if no `what` has that name.
+// The code of `name`, its position among `names`. Raises an error about `what` if there is no such name.
 template <class T, size_t n> T named(const std::string_view (&names)[n], std::string_view name, std::string_view what) {
   const int32_t code = code_in(names, name);
   TORCH_CHECK_VALUE(code >= 0, "kernel_fusion: no ", what, " is called '", name, "'");
@@ -79,17 +80,17 @@ template <class T, size_t n> T named(const std::string_view (&names)[n], std::st
 }
 inline int32_t code_of(std::string_view activation) { return named<int32_t>(kActivationNames, activation, "activation"); }
 
-// The dropout that an operator's arguments ask for; raises unless p is a probability. Without a seed there is none.
+// The dropout that an operator's arguments ask for; there is none without a seed. Raises unless p is a probability.
 Dropout dropout_of(double p, const OptionalTensor& seed);
 
-// A tensor seen as rows of contiguous elements. `tensor` is the given one, or a copy if its normalised dimensions are not
-// contiguous or its leading ones need more than three strides.
+// A tensor as rows of contiguous elements. `tensor` is the caller's, or a copy if the normalised dimensions are not contiguous
+// or the leading ones need more than three strides.
 struct Rows {
   Tensor tensor;
   int64_t rows, cols;
   RowLayout layout;
-  bool strided;   // more than one stride
-  int alignment;  // of every row, in bytes, at most 16
+  bool strided;   // the rows have more than one stride
+  int alignment;  // the alignment of every row in bytes, at most 16
 
   Rows(const Tensor& t, int64_t num_dims);
   const void* data() const { return tensor.const_data_ptr(); }
@@ -98,18 +99,18 @@ struct Rows {
 // The largest power of two, at most 16, that divides the address.
 int alignment_of(const void* p);
 
-// at::empty and at::empty_like.
+// The same as at::empty and at::empty_like.
 Tensor allocate(at::IntArrayRef sizes, const at::TensorOptions& options);
 Tensor allocate_like(const Tensor& t, std::optional<at::MemoryFormat> format = std::nullopt);
 
-// at::infer_size, and the strides of at::empty_like(t).
+// The same as at::infer_size, and the strides that at::empty_like(t) would have.
 std::vector<int64_t> broadcast_shape(at::IntArrayRef a, at::IntArrayRef b);
 std::vector<int64_t> dense_strides(const Tensor& t);
 
 // A list of types.
 template <class...> struct Types {};
 
-// Makes a call, one object, from an operator's arguments, whose list and types are nowhere else.
+// Makes a call, one object, from an operator's arguments. Only the fields of `Call` list those arguments and their types.
 template <class Call, class... Args> Call made(Args... args) { return {args...}; }
 
 // How often each kind of kernel ran in this process; tests compare it, so that none passes through a fallback.

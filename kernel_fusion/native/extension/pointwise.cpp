@@ -1,5 +1,5 @@
-// Pointwise chains below autograd: checks, promotion, broadcasting, allocation, registration. Python has the shapes for tracing
-// (operators/meta.py).
+// Pointwise chains below autograd: checks, promotion, broadcasting, allocation and registration. Python computes the shapes for
+// tracing (operators/meta.py).
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/result_type_ops.h>
 #include <ATen/ops/zeros_like_ops.h>
@@ -13,7 +13,7 @@ namespace kf {
 
 namespace {
 
-// Whether there are kernels for this, apart from its number of operands.
+// Whether the kernels know the names, dtypes and devices of a call. The number of operands is not looked at.
 bool known(const PointwiseCall& c) {
   if (!combine_of(c.combine) || activation_code(c.activation) < 0 || !readable(c.a)) return false;
   if (present(c.b) && !(readable(*c.b) && c.b->device() == c.a.device())) return false;
@@ -68,8 +68,8 @@ Tensor pointwise(const Backend& backend, const PointwiseCall& call, Tensor* bits
 
 namespace {
 
-// The gradient of one operand. The kernel writes `full`, in y's shape: the gradient itself, or what is then summed over the
-// operand's broadcast dimensions.
+// The gradient of one operand. The kernel writes `full`, which has y's shape. It is the gradient itself, or is then summed over
+// the dimensions in which the operand was broadcast.
 struct Gradient {
   const Tensor& operand;
   Tensor result, full;
@@ -93,12 +93,12 @@ struct Gradient {
 
 Tensor zeros_like(const Tensor& t) { return at::_ops::zeros_like::call(t, {}, {}, {}, {}, {}); }
 
-// Whether t is one contiguous row in the last dimensions of `shape`, broadcast over all others, which have more than one
-// element.
+// Whether t is one contiguous row of the last dimensions of `shape`, broadcast over all other dimensions, which have more than
+// one element together.
 bool is_row(const Tensor& t, at::IntArrayRef shape) {
   if (!t.is_contiguous() || t.dim() > static_cast<int64_t>(shape.size()) || t.numel() == c10::multiply_integers(shape))
     return false;
-  bool leading = true;  // still in the dimensions of size 1 at the front
+  bool leading = true;  // all dimensions so far have size 1
   for (int64_t d = 0; d < t.dim(); ++d) {
     leading = leading && t.size(d) == 1;
     if (!leading && t.size(d) != shape[shape.size() - t.dim() + d]) return false;
@@ -111,12 +111,13 @@ struct BackwardOperands {
   std::array<bool, 2> wants;
 };
 
-// Serves a bias: the broadcast operand is one row, and its sum over rows is taken in passing.
+// Serves chains in which one operand is a broadcast row, such as a bias: one pass also computes its sum over rows. Returns
+// whether the call was such a chain.
 bool columns(const Backend& backend, const Chain& chain, const BackwardOperands& t, Tensor& da, Tensor& db) {
   const bool symmetric = chain.combine == Combine::kAdd || chain.combine == Combine::kMul;
   const auto serve = [&](const Tensor& matrix, const Tensor& row, bool wants_matrix, Tensor& dmatrix, Tensor& drow) {
     if (!is_row(row, t.dy.sizes()) || !matrix.sizes().equals(t.dy.sizes())) return false;
-    // Positions of dropout and bits are offsets in dy, so a copy of dy would not do.
+    // Dropout and bits number elements by their offsets in dy, so a copy of dy would give others.
     if ((chain.dropout || chain.bits) && !t.dy.is_contiguous()) return false;
     Tensor gradient = allocate_like(wants_matrix ? matrix : row);
     if (!gradient.is_contiguous()) return false;
@@ -157,7 +158,7 @@ PointwiseGradients pointwise_bwd(const Backend& backend, const Tensor& dy, const
                                  std::array<bool, 2> wants) {
   const Tensor second = present(call.b) ? *call.b : Tensor();
   const bool by_bits = call.a.scalar_type() == at::kByte;
-  const Tensor& a = by_bits ? dy : call.a;  // da is made like this
+  const Tensor& a = by_bits ? dy : call.a;  // da gets the layout of this tensor
   const PointwiseCall c{a, call.b, call.combine, call.activation, call.scale, call.dropout_p, call.seed};
   TORCH_CHECK(known(c) && (second.defined() || c.combine == "first") && readable(dy) && dy.device() == call.a.device() &&
                   (second.defined() || !wants[1]) &&
@@ -176,7 +177,7 @@ PointwiseGradients pointwise_bwd(const Backend& backend, const Tensor& dy, const
   Chain chain = chain_of(c);
   if (!by_bits) return gradients(backend, chain, {dy, a, second, wants});
   chain.bits = const_cast<uint8_t*>(call.a.const_data_ptr<uint8_t>());  // backward only reads them
-  // In place, unless dy's storage or da is so long that the call would be cut into parts.
+  // dy is read where it lies, unless its storage or da is so long that the call would be cut into parts.
   const size_t longest = std::max(dy.storage().nbytes(), dy.nbytes());
   const bool in_parts = !dy.is_non_overlapping_and_dense() && longest > std::numeric_limits<int32_t>::max();
   const Tensor whole = in_parts ? allocate_like(dy).copy_(dy) : dy;
@@ -195,7 +196,7 @@ std::tuple<Tensor, Tensor> pointwise_fwd(const Backend& backend, const Pointwise
   return {std::move(y), std::move(bits)};
 }
 
-// An unwanted gradient is an empty tensor: an operator returns defined tensors.
+// Backward as an operator. It returns an empty tensor for an unwanted gradient, because operators return defined tensors.
 template <auto make> struct Backward;
 template <class... Args, PointwiseCall (*make)(Args...)> struct Backward<make> {
   static PointwiseGradients run(const Backend& backend, const Tensor& dy, Args... args, std::array<bool, 2> wants) {

@@ -1,5 +1,5 @@
-// Pointwise chains: y = dropout(scale * f(a, b)). The operators check, promote, broadcast, allocate and choose. The kernels
-// fill at least one allocated element, and convert dtypes themselves: no tensor is cast as a whole.
+// Pointwise chains: y = dropout(scale * f(a, b)). The operators check, promote, broadcast, allocate and choose a kernel.
+// Kernels get at least one element to fill. They convert dtypes themselves, so no tensor is cast as a whole.
 #pragma once
 
 #include <ATen/TensorIterator.h>
@@ -12,17 +12,18 @@
 
 namespace kf {
 
-// Operands of `iter`: y; a; b unless `combine` is kFirst. An element's dropout position is its offset in y. Bits need
-// iterations that are not cut into parts: below 2^31 bytes, or operands in one order.
+// Forward. The operands of `iter` are y, a and, unless `combine` is kFirst, b. Dropout numbers an element by its offset in y.
+// A call that writes bits must not be cut into parts: it has less than 2^31 bytes, or operands in one order.
 using PointwiseKernel = void(const Chain& chain, at::TensorIteratorBase& iter);
 
-// Gradients in y's shape. Operands of `iter`: the wanted ones of da and db, then dy, a and, unless `combine` is kFirst, b. An
-// element's position is its offset in dy, which is laid out like y. With bits, dy also stands for the unread a, and the
-// gradient is laid out like y.
+// Backward, which makes gradients of y's shape. The operands of `iter` are the wanted ones of da and db, then dy, a and, unless
+// `combine` is kFirst, b. Dropout numbers an element by its offset in dy, which has y's layout. If bits are read instead of a,
+// dy stands for a in the iterator, and the gradient has y's layout.
 using PointwiseBwdKernel = void(const Chain& chain, at::TensorIteratorBase& iter, std::array<bool, 2> wants);
 
-// The same for a row b under all rows of a: dy and a are contiguous matrices of `rows` times `cols`, b and db contiguous rows.
-// db is the sum over rows, in an order that the shape alone decides. da is undefined if unwanted.
+// Backward of a chain whose b is one row, broadcast to all rows of a. dy and a are contiguous matrices of `rows` times `cols`;
+// b and db are contiguous rows. db is the sum over rows, in an order that the shape alone decides. da is undefined if it is
+// not wanted.
 struct ColumnCall {
   const Chain& chain;
   const Tensor& dy;
@@ -50,7 +51,7 @@ template <class F> auto with_arguments(const PointwiseCall& c, F&& f) {
   return f(c.a, c.b, c.combine, c.activation, c.scale, c.dropout_p, c.seed);
 }
 
-// f(every tensor of the call, and backward's others).
+// Calls f with every tensor of the call, and with `others`, those of backward.
 template <class F, class... Others> auto with_tensors(const PointwiseCall& c, F&& f, const Others&... others) {
   return f(c.a, c.b, c.seed, others...);
 }
@@ -60,14 +61,15 @@ template <class F, class... Others> auto with_tensors(const PointwiseCall& c, F&
 bool accepts(const PointwiseCall& call);
 Tensor reference(const PointwiseCall& call);
 
-// Whether its device has kernels that write and read the bits of a call.
+// Whether the device of a call has kernels that write and read bits.
 bool has_bits(const PointwiseCall& call);
 
-// The operator on a device. Fills `bits`, if given, for an activation whose slope has two values.
+// The operator on a device. If `bits` is given, it is filled, for an activation whose slope has two values.
 Tensor pointwise(const Backend& backend, const PointwiseCall& call, Tensor* bits = nullptr);
 
-// Its backward; unwanted gradients are undefined. The a of a chain of one may be bits, of type kByte: dy's dimensions are then
-// in y's memory order. The second function finds the device, and goes through the dispatcher if others want to see the call.
+// The backward of the operator. Unwanted gradients are undefined. In a chain of one operand, a may be bits, of type kByte; the
+// dimensions of dy are then in y's memory order. The second function finds the device, and calls the dispatcher if something
+// else must see the call.
 using PointwiseGradients = std::tuple<Tensor, Tensor>;
 PointwiseGradients pointwise_bwd(const Backend& backend, const Tensor& dy, const PointwiseCall& call,
                                  std::array<bool, 2> wants);

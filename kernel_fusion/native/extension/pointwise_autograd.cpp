@@ -1,4 +1,4 @@
-// Pointwise chains at autograd: which calls the kernels take, and the backward node.
+// The autograd of pointwise chains: which calls the kernels take, and the backward node.
 //
 // As for the row norms (row_norm_autograd.cpp), the definition serves calls inside torch.func, with forward-mode tangents, and
 // in differentiated backward passes.
@@ -19,7 +19,7 @@ PointwiseGradients pointwise_bwd(const Tensor& dy, const PointwiseCall& c, std::
 
 namespace {
 
-// Fills `bits`, if given.
+// The operator below autograd. If `bits` is given, it is filled.
 Tensor below_autograd(c10::DispatchKeySet keys, const PointwiseCall& c, Tensor* bits = nullptr) {
   const at::AutoDispatchBelowADInplaceOrView below;
   if (const auto* backend = direct(keys)) return pointwise(*backend, c, bits);
@@ -33,15 +33,15 @@ Tensor below_autograd(c10::DispatchKeySet keys, const PointwiseCall& c, Tensor* 
   return call_operator<Tensor>(op, c);
 }
 
-// dy with y's strides, which were saved unless y was contiguous.
+// dy with y's strides. They were saved unless y was contiguous.
 Tensor laid_out(const Tensor& dy, const std::vector<int64_t>& strides) {
   if (strides.empty()) return dy.contiguous();
   if (dy.strides().equals(strides)) return dy;
   return dy.new_empty_strided(dy.sizes(), strides).copy_(dy);
 }
 
-// The same if only the memory order of dimensions must be y's, which at::empty_like(dy) shows: dy may be part of a tensor, or
-// expanded. Not during tracing, where strides are symbols.
+// dy with its dimensions in y's memory order, which at::empty_like(dy) shows; dy may be a part of a tensor, or expanded. It
+// must not be called during tracing, where strides are symbols.
 Tensor in_order(const Tensor& dy, const std::vector<int64_t>& strides) {
   if (dy.unsafeGetTensorImpl()->has_symbolic_sizes_strides() || (strides.empty() && dy.is_contiguous()))
     return laid_out(dy, strides);
@@ -50,14 +50,15 @@ Tensor in_order(const Tensor& dy, const std::vector<int64_t>& strides) {
   return of_y.equals(dense_strides(dy)) ? dy : laid_out(dy, strides);
 }
 
-// Whether both terms of a sum have one gradient, in shape and dtype.
+// Whether both terms of a sum have the same gradient, in shape and dtype too.
 bool shares_gradient(const PointwiseCall& c) {
   return c.combine == "add" && c.a.scalar_type() == c.b->scalar_type() && c.a.sym_sizes() == c.b->sym_sizes();
 }
 
-// The activation whose slope at y is that of `activation` where its value is y; empty if y does not tell. Only for activations
-// whose result PyTorch keeps too, because users change other results in place. A result rounded to fp16 or bf16 tells the slope
-// inexactly; PyTorch accepts that, and so do we on the CPU, where recomputing takes several times as long as reading.
+// The name of a function whose slope at y is the slope of `activation` where its value is y, or an empty name if y does not
+// determine the slope. Only activations whose result PyTorch keeps too have one, because users change other results in place.
+// A result that was rounded to fp16 or bf16 determines the slope inexactly. PyTorch accepts that, and so do we on the CPU,
+// where computing the activation again takes several times as long as reading its result.
 std::string_view of_result(std::string_view activation, const Tensor& operand) {
   if (activation == "relu") return activation;
   const auto type = operand.scalar_type();
@@ -65,13 +66,14 @@ std::string_view of_result(std::string_view activation, const Tensor& operand) {
   return activation == "tanh" ? "from_tanh" : activation == "sigmoid" ? "from_sigmoid" : "";
 }
 
-// Whether b is a row, broadcast to all rows of a.
+// Whether b is a row that is broadcast to all rows of a.
 bool adds_row(const PointwiseCall& c) {
   return c.combine == "add" && c.a.scalar_type() == c.b->scalar_type() && c.b->dim() == 1 && c.a.dim() > 1 &&
          c.b->sym_size(0) == c.a.sym_size(-1);
 }
 
-// Bits have one order, so no operand may have its own, and the call must not be cut into parts (pointwise.h).
+// Whether a call can write bits. They have one order, so all operands must have it, and the call must not be cut into parts
+// (pointwise.h).
 bool in_one_order(const PointwiseCall& c) {
   if (adds_row(c))
     return c.a.is_contiguous() && c.b->is_contiguous() &&
@@ -79,7 +81,8 @@ bool in_one_order(const PointwiseCall& c) {
   return c.a.is_non_overlapping_and_dense() && (c.combine == "first" || c.a.sym_strides() == c.b->sym_strides());
 }
 
-// Backward reads beside dy the operands; or y, or a bit per element, with at most b as the row that its gradient is summed to.
+// What backward reads beside dy: the operands, or y, or one bit per element. With y or bits, b can only be a row whose gradient
+// is a sum over rows.
 enum class Kept : int64_t { kOperands, kResult, kBits };
 
 Kept kept_of(const PointwiseCall& c) {
@@ -88,7 +91,7 @@ Kept kept_of(const PointwiseCall& c) {
   return of_result(c.activation, c.a).empty() ? Kept::kOperands : Kept::kResult;
 }
 
-// The bits as 1 and 0, laid out as dy: their values tell the slopes as y's would.
+// The bits as numbers 1 and 0 with dy's layout. Their values determine the slopes as those of y would.
 Tensor unpacked(const Tensor& bits, const Tensor& dy) {
   const Tensor places = at::_ops::arange::call(8, bits.scalar_type(), bits.layout(), bits.device(), /*pin_memory=*/false);
   const Tensor each = bits.unsqueeze(1).bitwise_right_shift(places).bitwise_and(1);
@@ -96,12 +99,12 @@ Tensor unpacked(const Tensor& bits, const Tensor& dy) {
 }
 
 struct PointwiseBackward : SavingNode {
-  enum { kA, kB, kSeed };  // a: y or bits, if backward reads these
+  enum { kA, kB, kSeed };  // the place of a holds y or bits, if backward reads those
   const Kept kept;
   const bool shared, binary;
-  const std::string_view combine, activation;  // from the lists, not from the call, which ends
+  const std::string_view combine, activation;  // views of the lists of names, because the call's own strings end with it
   const double scale, dropout_p;
-  std::vector<int64_t> strides;  // of y under dropout and of bits, unless contiguous
+  std::vector<int64_t> strides;  // y's strides if dropout or bits need them; empty if y was contiguous
 
   PointwiseBackward(const PointwiseCall& c, Kept kept, const Tensor& y)
       : kept(kept), shared(shares_gradient(c)), binary(present(c.b)),
@@ -130,25 +133,25 @@ struct PointwiseBackward : SavingNode {
     return result;
   }
 
-  // dy as the kernels need it: dropout's positions and bits depend on its layout; columns need it dense.
+  // dy as the kernels need it. Dropout and bits number its elements by their layout, and sums over rows need it contiguous.
   Tensor prepared(const Tensor& dy, const PointwiseCall& call) const {
     if (kept == Kept::kBits && !present(call.b)) return in_order(dy, strides);
     return kept == Kept::kBits || present(call.seed) ? laid_out(dy, strides) : dy;
   }
 
-  // A stand-in for y with the slopes that its bits tell, and y's history.
+  // A stand-in for y, with y's history and with values that have the slopes that the bits say.
   Tensor in_place_of_y(const Tensor& bits, const Tensor& dy) {
     Tensor y = unpacked(bits, laid_out(dy.detach(), strides));
     be_history_of(y);
     return y;
   }
 
-  // The same as differentiable functions of everything. Aliases keep each operand's gradient from also being looked for in the
-  // other, which may depend on it or be the same.
+  // The gradients as differentiable functions of everything. The operands are replaced by aliases: one operand may depend on
+  // the other or be the same tensor, and its gradient must not include the other's.
   PointwiseGradients differentiable(const PointwiseCall& call, const Tensor& dy, std::array<bool, 2> needs) {
     const Tensor first = at::_ops::alias::call(kept == Kept::kBits ? in_place_of_y(call.a, dy) : call.a);
     const Tensor second = present(call.b) ? at::_ops::alias::call(*call.b) : Tensor();
-    const bool by_row = call.combine == "first";  // a second operand is only summed to
+    const bool by_row = call.combine == "first";  // then a second operand only says to what shape to sum
     const OptionalTensor operand = by_row ? std::nullopt : optional(second);
     const PointwiseCall again{first, operand, call.combine, call.activation, call.scale, call.dropout_p, call.seed};
     variable_list inputs;

@@ -1,5 +1,5 @@
-// Pointwise chains on the CPU: how the work is cut into tasks. The shape decides the cuts, and partial sums are joined in
-// order, in double: results do not depend on the number of threads.
+// Pointwise chains on the CPU: how the work is cut into tasks. The shape alone decides the cuts, and partial sums are added in
+// order, in double, so results do not depend on the number of threads.
 #include <algorithm>
 #include <memory>
 
@@ -18,7 +18,7 @@ void run_loop(cpu::PointwiseLoop* loop, const cpu::ChainOperands& operands, at::
   share(iter.numel(), 1, [&](int64_t begin, int64_t end) { iter.serial_for_each(part, {begin, end}); });
 }
 
-// `base`: the operand whose offsets are dropout's positions.
+// The operands of a call. `base` is the operand by whose offsets dropout numbers elements.
 cpu::ChainOperands operands_of(const Chain& chain, at::TensorIteratorBase& iter, int base, std::array<bool, 2> wants) {
   size_t moved = 0;
   for (int k = 0; k < iter.ntensors(); ++k) moved += iter.tensor(k).nbytes();
@@ -51,7 +51,7 @@ void pointwise_bwd_columns_cpu(const ColumnCall& call, Tensor& da, Tensor& db) {
   const cpu::ChainColumns args{call.chain, bytes(call.dy), bytes(call.a), bytes(call.b), const_cast<char*>(bytes(da)),
                                call.cols,  type(call.dy),  type(call.a),  type(call.b),  type(call.dy) == Dtype::kDouble,
                                streams};
-  // At most 64 blocks of rows, so that partial rows stay a small part of the traffic.
+  // There are at most 64 blocks of rows, so that partial rows stay a small part of the memory traffic.
   constexpr int64_t kStrip = 8192;
   const int64_t block_rows = std::max<int64_t>(8, ceil_div(call.rows, 64)), blocks = ceil_div(call.rows, block_rows);
   const int64_t strips = ceil_div(call.cols, kStrip);

@@ -1,4 +1,4 @@
-// Pointwise chains on CUDA: arguments -> key -> launch.
+// Pointwise chains on CUDA: from an operator's arguments to a kernel's key and its launch.
 #include <algorithm>
 
 #include "backends.h"
@@ -10,13 +10,15 @@ namespace kf {
 namespace {
 
 constexpr int kMaxDims = PointwiseArgs::kDims;
-enum Slot { kOut, kOutB, kDY, kA, kB };  // y or da; db, or written bits; dy; a, or read bits; b
+// The operands by their role in a kernel. kOut is y or da, kOutB is db or the bits that are written, and kA is a or the bits
+// that are read.
+enum Slot { kOut, kOutB, kDY, kA, kB };
 
-// An iterator as the kernels see it: operands in slots, and how each meets the iteration.
+// An iterator as the kernels see it: which operand has which role, and with which strides.
 struct Iteration {
   const at::TensorIteratorBase& iter;
-  std::array<int, kOperands> arg;  // the iterator's operand in each slot, -1: none
-  std::vector<int64_t> shape;      // innermost first, at least one dimension
+  std::array<int, kOperands> arg;  // the iterator's operand in each slot, or -1 for none
+  std::vector<int64_t> shape;      // at least one dimension, the innermost first
   PointwiseAccess access{};
   bool wide = true;  // the kernel computes offsets in 64 bits
 
@@ -44,7 +46,7 @@ struct Iteration {
     }
     return true;
   }
-  // Whether elements repeat, so that caches hold them.
+  // Whether operand k repeats elements, so that caches hold them.
   bool repeats(int k) const {
     for (size_t d = 0; d < shape.size(); ++d)
       if (shape[d] > 1 && stride(k, d) == 0) return true;
@@ -99,7 +101,7 @@ struct Iteration {
   }
 };
 
-// The spec of a chain with operands of these types. The first two are y and none; in backward da and db.
+// The spec of a chain with operands of these types, in the order of `Slot`.
 PointwiseSpec spec_of(const Chain& chain, bool backward, const std::array<Dtype, kOperands>& types) {
   return {.combine = chain.combine,
           .activation = chain.activation,
@@ -113,8 +115,8 @@ PointwiseSpec spec_of(const Chain& chain, bool backward, const std::array<Dtype,
           .bits = chain.bits && !backward};
 }
 
-// `positions` is the slot whose offsets are dropout's positions, kOut in forward and kDY in backward; `origin` is its tensor's
-// address.
+// Launches the kernel. `positions` is the slot by whose offsets dropout numbers elements, kOut in forward and kDY in backward;
+// `origin` is the address of its tensor.
 void launch_pointwise(const Chain& chain, at::TensorIteratorBase& iter, const std::array<int, kOperands>& arg, Slot positions,
                       const char* origin) {
   Iteration iteration(iter, arg);
@@ -160,7 +162,7 @@ void pointwise_bwd_columns_cuda(const ColumnCall& call, Tensor& da, Tensor& db) 
   for (const Tensor* t : {tensors[kOut], tensors[kDY], tensors[kA]})
     if (t) widest = std::max<int64_t>(widest, t->element_size());
   PointwiseAccess access{.vec = static_cast<int>(dividing_power(call.cols, kVectorBytes / widest)),
-                         .aligned_positions = chain.seed != nullptr};  // vectors divide rows
+                         .aligned_positions = chain.seed != nullptr};  // a vector never crosses the end of a row
   access.lanes = tile_lanes(call.cols / access.vec);
   std::array<Dtype, kOperands> types;
   for (int k = 0; k < kOperands; ++k) {
@@ -171,7 +173,7 @@ void pointwise_bwd_columns_cuda(const ColumnCall& call, Tensor& da, Tensor& db) 
   const auto device = call.dy.device();
   const OnDevice on(device);
   const auto& kernel = find_kernel({device, spec_of(chain, /*backward=*/true, types), access}, on.stream);
-  // As many blocks as run at once, but no more than have rows.
+  // As many blocks as run at once, but no more than there are rows for.
   const int64_t tiles = kernel.grid(call.cols), lines = kernel.threads / access.lanes;
   const int64_t slabs = std::max<int64_t>(1, std::min(kernel.max_blocks / tiles, ceil_div(call.rows, lines)));
   const PartialRows partials(call.dy, slabs, call.cols);

@@ -1,4 +1,4 @@
-// The rotary embedding below autograd: checks, allocation, registration. Shapes for tracing come from Python
+// The rotary embedding below autograd: checks, allocation and registration. Python computes the shapes for tracing
 // (operators/meta.py).
 #include "rotary.h"
 
@@ -63,7 +63,7 @@ RotaryResult by_other_kernels(const RotaryCall& c) {
 
 namespace {
 
-// As `result_like` in core/rotary.py.
+// An uninitialised result for x, with the layout that `result_like` in core/rotary.py gives it.
 Tensor result_like(const Tensor& x) {
   Tensor like = allocate_like(x);
   return like.stride(-1) == 1 || like.size(-1) == 1 ? like : allocate_like(x, at::MemoryFormat::Contiguous);

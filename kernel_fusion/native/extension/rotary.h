@@ -1,4 +1,4 @@
-// The rotary embedding of query and key, of the RMSNorm of each head where there is one.
+// The rotary embedding of query and key, which may be normalised by an RMSNorm per head before.
 #pragma once
 
 #include <array>
@@ -28,7 +28,8 @@ template <class F> auto with_arguments(const RotaryCall& c, F&& f) {
            c.rounding);
 }
 
-// dy of query and key, these themselves if there is a norm, and which gradients are wanted: of both and of their weights.
+// The arguments of backward: dy of query and key; query and key themselves if there is a norm; and which gradients are wanted,
+// those of query and key and of their weights.
 struct RotaryBwdCall {
   const Tensor& dy;
   const OptionalTensor &dy_key, &query, &key, &query_weight, &key_weight;
@@ -52,23 +53,24 @@ template <class F> auto with_arguments(const RotaryBwdCall& c, F&& f) {
 using RotaryResult = std::tuple<Tensor, Tensor>;
 using RotaryGradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-// Heads whose columns lie side by side.
+// x, or a copy whose columns lie side by side.
 inline Tensor with_dense_columns(const Tensor& x) { return x.stride(-1) == 1 || x.size(-1) == 1 ? x : x.contiguous(); }
 
-// They fill what was allocated; what is undefined nobody wants.
+// The kernels fill results that were allocated before. An undefined result is not wanted.
 using RotaryKernel = void(const RotaryCall& call, Tensor& query, Tensor& key);
 using RotaryBwdKernel = void(const RotaryBwdCall& call, RotaryGradients& gradients);
 RotaryKernel rotary_cpu, rotary_cuda;
 RotaryBwdKernel rotary_bwd_cpu, rotary_bwd_cuda;
 
-// Whether the kernels can serve a call; else the definition in backends/eager does, or says what is wrong.
+// Whether the kernels can serve a call. Other calls go to the definition in backends/eager, which serves them or says what is
+// wrong.
 bool accepts(const RotaryCall& call);
 RotaryResult reference(const RotaryCall& call);
 
-// CUDA's kernels have whole heads in registers, if a norm goes before.
+// With a norm, the CUDA kernels hold whole heads in registers, so heads are at most this long.
 inline constexpr int64_t kLongestHead = 512;
 
-// Whether the call is one of a GPU that CUDA's kernels don't serve; Python then looks for others.
+// Whether this is a call on a GPU that the CUDA kernels do not serve. Python then looks for another backend.
 inline bool is_of_other_kernels(const Tensor& query, bool norm) {
   return query.is_cuda() &&
          (!cuda_enabled(query.device().index()) || (norm && query.dim() == 4 && query.sym_size(3) > kLongestHead));
@@ -76,7 +78,7 @@ inline bool is_of_other_kernels(const Tensor& query, bool norm) {
 inline bool is_of_other_kernels(const RotaryCall& c) { return is_of_other_kernels(c.query, c.eps.has_value()); }
 RotaryResult by_other_kernels(const RotaryCall& call);
 
-// The operator on a device, and its backward.
+// The operator and its backward on a device.
 RotaryResult rotary(const Backend& backend, const RotaryCall& call);
 RotaryGradients rotary_bwd(const Backend& backend, const RotaryBwdCall& call);
 

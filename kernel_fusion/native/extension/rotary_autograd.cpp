@@ -1,4 +1,4 @@
-// The rotary embedding at autograd: which calls the kernels take, and the backward node.
+// The autograd of the rotary embedding: which calls the kernels take, and the backward node.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/alias_ops.h>
 
@@ -43,7 +43,7 @@ struct RotaryBackward : SavingNode {
     variable_list list = no_gradients();
     const std::array<OptionalTensor, 2> dy{optional(grads[0]), grads.size() > 1 ? optional(grads[1]) : std::nullopt};
     if (!dy[0] && !dy[1]) return list;
-    // If something arrives at the key alone, that stands in the place of the query.
+    // If only the key's result has a gradient, the key takes the place of the query.
     const size_t first = dy[0] ? 0 : 1;
     const bool both = dy[0] && dy[1];
     std::array<OptionalTensor, 4> x;
@@ -63,15 +63,15 @@ struct RotaryBackward : SavingNode {
     return list;
   }
 
-  // The gradients as differentiable functions of everything, by the eager definition: without a norm the same rotation the
-  // other way, else its gradients, for which it is run again.
+  // The gradients as differentiable functions of everything, by the eager definition. Without a norm they are the rotation by
+  // the negative angles. With a norm the definition is run again and differentiated.
   static RotaryGradients differentiable(const RotaryBwdCall& c) {
     if (!c.eps) {
       const auto [query, key] = reference(
           {c.dy, c.dy_key, kAbsent, kAbsent, c.cos, c.sin.neg(), c.positions, std::nullopt, 0.0, c.interleaved, "once"});
       return {query, key, {}, {}};
     }
-    // Aliases, so that no gradient is also looked for behind them: the weights may depend on the query.
+    // The inputs are replaced by aliases, because the weights may depend on the query, whose gradient must not include theirs.
     std::array<OptionalTensor, 4> x{c.query, c.key, c.query_weight, c.key_weight};
     for (auto& t : x)
       if (t) t = at::_ops::alias::call(*t);
@@ -101,7 +101,7 @@ RotaryResult rotary_autograd(c10::DispatchKeySet keys, const RotaryCall& call) {
   RotaryResult result = below_autograd(keys, call);
   const bool of_query = compute_requires_grad(query, query_weight), of_key = compute_requires_grad(key, key_weight);
   if (!of_query && !of_key) return result;
-  // The node need not know tensors that need no gradient.
+  // A tensor that needs no gradient is not part of the node.
   const bool both = of_query && of_key;
   const Tensor& x = of_query ? query : *key;
   const OptionalTensor &weight = of_query ? query_weight : key_weight, &other = both ? key : kAbsent;
@@ -113,7 +113,7 @@ RotaryResult rotary_autograd(c10::DispatchKeySet keys, const RotaryCall& call) {
   if (of_query) results.push_back(y);
   if (of_key) results.push_back(y_key);
   c10::SmallVector<TensorRef, 7> saved;
-  for (const auto& each : inputs) saved.push_back(eps ? each : kAbsent);  // without a norm backward rotates dy alone
+  for (const auto& each : inputs) saved.push_back(eps ? each : kAbsent);  // without a norm backward only rotates dy
   saved.append({cos, sin, positions});
   set_history(std::make_unique<RotaryBackward>(of_node), inputs, results, saved);
   return result;

@@ -9,7 +9,7 @@ namespace {
 
 cpu::HeadStrides strides_of(const Tensor& t) { return {t.stride(0), t.stride(1), t.stride(2)}; }
 
-// The rows of the table that tokens have, all of them checked.
+// The positions of tokens, contiguous. Raises if one is not the number of a row of the table.
 Tensor checked_positions(const OptionalTensor& given, int64_t rows) {
   if (!present(given)) return {};
   const Tensor positions = given->to(at::kLong).contiguous();
@@ -20,12 +20,12 @@ Tensor checked_positions(const OptionalTensor& given, int64_t rows) {
   return positions;
 }
 
-// The arguments of both directions, and what they point to.
+// The arguments of the kernels of both directions, and the tensors that they point to.
 struct PreparedRotary {
   Tensor x[2], dy[2], weight[2], cos, sin, positions;
   cpu::Rotary args{};
 
-  // `given` are the query and the key, of which backward without a norm has the gradients alone.
+  // Backward without a norm gets no query and key, only their gradients.
   template <class Call> PreparedRotary(const Call& c, const Tensor& query) : cos(c.cos.contiguous()), sin(c.sin.contiguous()) {
     positions = checked_positions(c.positions, cos.size(1));
     args.cos = bytes(cos);
@@ -114,7 +114,7 @@ void rotary_bwd_cpu(const RotaryBwdCall& c, RotaryGradients& gradients) {
   if (!dquery_weight.defined() && !dkey_weight.defined())
     return share(tokens, p.elements_of_token(),
                  [&](int64_t begin, int64_t end) { cpu::kernels().rotary_bwd(p.args, begin, end, {nullptr, nullptr}); });
-  // Sums of blocks of tokens, which are cut by their number alone, so that no bit depends on the number of threads.
+  // The sums of blocks of tokens. The number of tokens alone decides the blocks, so no bit depends on the number of threads.
   constexpr int64_t kMostBlocks = 128;
   const int64_t block = ceil_div(tokens, kMostBlocks), blocks = ceil_div(tokens, block);
   const Tensor partials = allocate({2, blocks, cols}, query.options().dtype(at::kDouble)).zero_();

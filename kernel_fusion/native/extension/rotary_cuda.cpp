@@ -1,4 +1,4 @@
-// The rotary embedding on CUDA: arguments -> key -> launch.
+// The rotary embedding on CUDA: from an operator's arguments to a kernel's key and its launch.
 #include <algorithm>
 #include <limits>
 
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kMostThreads = 256;
 
-// The alignment of vectors of the columns of t.
+// The alignment that vectors of `vec` columns have in every head of t.
 int32_t alignment_of_vectors(const Tensor& t, int64_t vec) {
   int64_t steps = 0;
   for (int64_t d = 0; d + 1 < t.dim(); ++d)
@@ -20,11 +20,11 @@ int32_t alignment_of_vectors(const Tensor& t, int64_t vec) {
   return alignment_within(t.const_data_ptr(), steps, vec * t.element_size());
 }
 
-// A lane's part of a head must stay in registers.
+// Whether the kernels serve a call: with a norm, each lane must hold its part of a head in registers.
 bool fits_registers(const RotaryCall& c) { return !c.eps || c.query.size(3) <= kLongestHead; }
 
-// Query and key, or their gradients, from `x` to `y`; one that is undefined in `x` is passed over, as is a result that nobody
-// wants.
+// A launch that takes query and key, or their gradients, from `x` to `y`. A tensor that is undefined in `x` or `y` is passed
+// over.
 struct RotaryLaunch {
   RotarySpec spec;
   RotaryAccess access;
@@ -47,7 +47,7 @@ struct RotaryLaunch {
     if (examples * tokens > std::numeric_limits<int32_t>::max())
       driver::fail("rotary kernels take at most 2^31 - 1 tokens, got " + std::to_string(examples * tokens) +
                    "; the backend 'eager' takes more");
-    // With a norm other columns are pairs too, and a lone one a vector.
+    // With a norm, the columns that are not rotated are also taken as pairs, and a single one as a vector.
     const int64_t apart = !spec.norm ? others : others % 2 == 0 ? others / 2 : 1;
     access.vec = static_cast<int>(dividing_power(apart, dividing_power(half, kVectorBytes / any.element_size())));
     access.align_angles = std::min(alignment_of_vectors(cos, access.vec), alignment_of_vectors(sin, access.vec));
@@ -87,14 +87,14 @@ struct RotaryLaunch {
     for (int d = 0; d < 3; ++d) strides[d] = t.stride(d);
   }
 
-  // A block for each token. Its warps take equally many items.
+  // One block takes a token, and its warps take equal numbers of items.
   void without_norm() {
     const int64_t items = heads * (spec.cols - spec.half) / access.vec, rounds = ceil_div(items, kMostThreads);
     access.threads = static_cast<int>(ceil_div(ceil_div(items, rounds), 32) * 32);
     launch_over(examples * tokens, cos.device(), spec, access, &args.rotary);
   }
 
-  // Blocks for either kind of heads in proportion to these, but one at least.
+  // Divides the blocks between query and key in proportion to their heads, at least one each. Returns the number of blocks.
   int64_t split(const LoadedKernel& kernel) {
     int64_t wanted[2];
     for (int i = 0; i < 2; ++i) {
@@ -108,7 +108,7 @@ struct RotaryLaunch {
   }
 };
 
-// The weights, which are small.
+// The weights as contiguous tensors. They are small, so a copy costs little.
 struct RotaryWeights {
   std::array<Tensor, 2> weight;
 
@@ -122,7 +122,7 @@ struct RotaryWeights {
     }
     const auto type = [](const Tensor& t) { return t.defined() ? cpu_dtype(t.scalar_type()) : Dtype::kAbsent; };
     to.spec.query_weight = type(weight[0]);
-    // One path is enough for heads of one kind.
+    // If there is no key, its weight's type is the query's, so that no further kernel is compiled.
     to.spec.key_weight = to.x[1].defined() ? type(weight[1]) : to.spec.query_weight;
     to.spec.offset = c.weight_offset != 0.0;
     to.access.threads = 0;
@@ -133,7 +133,7 @@ struct RotaryWeights {
 
 template <class Call> RotarySpec spec_of(const Call& c, const Tensor& query, bool backward) {
   const bool hf = c.rounding == "hf" && query.element_size() == 2;
-  // Without a norm, products of narrow angles alone are rounded, and in forward alone.
+  // Without a norm, products are rounded only in forward, and only if the angles have the query's type.
   const bool rounds = hf && (c.eps || (!backward && c.cos.scalar_type() == query.scalar_type()));
   return {.interleaved = c.interleaved, .rounds = rounds, .backward = backward, .norm = c.eps.has_value()};
 }
@@ -141,7 +141,7 @@ template <class Call> RotarySpec spec_of(const Call& c, const Tensor& query, boo
 }  // namespace
 
 void rotary_cuda(const RotaryCall& c, Tensor& query, Tensor& key) {
-  if (!fits_registers(c)) return;  // in a rehearsal: these kernels are Triton's
+  if (!fits_registers(c)) return;  // only a rehearsal comes here: such calls take Triton
   RotaryLaunch to({c.query, present(c.key) ? *c.key : Tensor()}, {query, key}, c.cos, c.sin, c.positions,
                   spec_of(c, c.query, false));
   if (!c.eps) return to.without_norm();

@@ -1,4 +1,4 @@
-// The CPU operators, backward: which rows or columns each thread takes, and where partial sums live.
+// Backward row norms on the CPU: which rows or columns each thread takes, and where partial sums are.
 #include <c10/core/CPUAllocator.h>
 
 #include <memory>
@@ -9,7 +9,7 @@
 namespace kf {
 namespace {
 
-// The stages of a backward call as pointers, and what they point to. x is the input itself where that is not h.
+// The stages of a backward call as the kernels take them, and the tensors that they point to. x is the input, if it is not h.
 struct StagedBackward {
   OptionalRows x;
   RowsOfStages rows;
@@ -26,7 +26,7 @@ struct StagedBackward {
   }
 };
 
-// Whether nothing but a residual and its gate stands around the norm in backward, and x and dy are of one type.
+// Whether backward has no stages except a residual and its gate, and x and dy have one type.
 bool is_nearly_bare(const BackwardCall& c) {
   StageOptions none;
   none.grouped = c.grouped;
@@ -34,10 +34,10 @@ bool is_nearly_bare(const BackwardCall& c) {
          c.x_dtype == c.input.scalar_type();
 }
 
-// Whether all of that is what arrives at h and is added to dx: the kernel of the bare norm takes these as they lie.
+// Whether the kernel without stages serves the call: a residual then only means that the gradient at h is added to dx.
 bool is_bare(const BackwardCall& c) { return is_nearly_bare(c) && !present(c.residual_gate()) && !c.wants[3]; }
 
-// Whether no row shares weight, bias and gate with another, and all is of one type.
+// Whether every row has a weight, bias and gate of its own, and all tensors have one type.
 bool has_own_parameters(const BackwardCall& c, const Rows& x) {
   const auto type = c.input.scalar_type();
   const auto is_alike = [&](OptionalDtype t) { return t.value_or(type) == type; };
@@ -45,10 +45,10 @@ bool has_own_parameters(const BackwardCall& c, const Rows& x) {
          is_alike(dtype_of(c.weight)) && is_alike(dtype_of(c.residual_gate())) && is_alike(c.bias_dtype);
 }
 
-constexpr int64_t kVeryFewRows = 16;  // for which columns are shared out whatever their size
+constexpr int64_t kVeryFewRows = 16;  // at most this many rows are always shared by columns
 
-// Whether backward's threads share columns instead of rows, which are few and long: no partial sums pass from core to core
-// then. It is decided by the shape. More than very few rows must still be in the L3 cache when dx is computed.
+// Whether threads share the columns instead of the rows, because rows are few and long. No partial sums then pass from core to
+// core. The shape decides it. Unless rows are very few, they must still be in the L3 cache when dx is computed.
 bool goes_by_columns(const Rows& x, size_t bytes) {
   constexpr size_t kNear = size_t{4} << 20;
   return cpu::are_long(x.cols) && x.rows <= (bytes <= kNear ? cpu::kFewRows : kVeryFewRows);
@@ -60,7 +60,7 @@ void backward_by_columns(const cpu::BackwardByColumns& args) {
   share(strips, elements,
         [&](int64_t begin, int64_t end) { cpu::gradient_kernels().backward_sums(args, begin, end, sums.data()); });
   if (!args.dx) return;
-  for (int64_t i = rows; i < strips * rows; ++i) {  // the first strip gathers what the others have
+  for (int64_t i = rows; i < strips * rows; ++i) {  // the first strip's sums become those of the rows
     sums[i % rows].g += sums[i].g;
     sums[i % rows].gx += sums[i].gx;
   }
@@ -68,9 +68,9 @@ void backward_by_columns(const cpu::BackwardByColumns& args) {
         [&](int64_t begin, int64_t end) { cpu::gradient_kernels().backward_dx(args, begin, end, sums.data()); });
 }
 
-// Rows of a block, which has a partial sum of its own: decided by the shape, not by the number of threads. At most 64 blocks,
-// so that partial rows stay a small part of the traffic. Sums that are rounded to fp16 or bf16 allow larger blocks, of as many
-// elements as are worth a region of threads: partial rows pass from core to core.
+// The number of rows in a block, which has partial sums of its own. The shape decides it, not the number of threads. There are
+// at most 64 blocks, so that partial rows stay a small part of the memory traffic. Sums that will be rounded to fp16 or bf16
+// allow larger blocks, of as many elements as are worth waking threads for, because partial rows pass from core to core.
 int64_t rows_of_block(int64_t rows, int64_t cols, const std::array<Tensor*, 3>& sums) {
   const auto is_rounded = [](const Tensor* t) { return !t || t->element_size() == 2; };
   const int64_t short_block = std::all_of(sums.begin(), sums.end(), is_rounded) ? 32 : 8;
@@ -78,7 +78,7 @@ int64_t rows_of_block(int64_t rows, int64_t cols, const std::array<Tensor*, 3>& 
   return std::max<int64_t>({8, std::min(worth_a_region, short_block), ceil_div(rows, 64)});
 }
 
-// The column sums that are wanted, in order, and which of them dweight, dbias and dgate are.
+// The column sums that are wanted, in order, and the places of dweight, dbias and dgate among them.
 struct WantedSums {
   std::array<Tensor*, 3> results{};
   std::array<int64_t, 3> place{-1, -1, -1};
@@ -94,8 +94,8 @@ struct WantedSums {
   }
 };
 
-// Where blocks of rows put their column sums: in partial rows, which are added up; or, of one of many runs that is a single
-// block, in results at once, to which they are rounded from a thread's own memory.
+// Where blocks of rows put their column sums. Usually these are partial rows, which are added up later. If there are many runs
+// and each is a single block, the sums are made in a thread's own memory and rounded to the results at once.
 struct BlockSums {
   const WantedSums& wanted;
   const at::ScalarType acc;
@@ -131,14 +131,15 @@ struct BlockSums {
   }
 };
 
-// dx, and the column sums from the partial sums of the blocks.
+// Computes dx, and the column sums from the partial sums of blocks.
 void backward_by_blocks(const BackwardCall& call, const cpu::Backward& args, const cpu::BackwardStages* staged, const Rows& x,
                         const Runs& runs, const Given& weight, RowNormGradients& to) {
   const auto acc = acc_dtype(call.input);
   const Given bias(staged && follows(call, call) ? call.bias : kAbsent, call.num_dims, runs, 0.0, false);
   const Given gate(call.residual_gate(), call.num_dims, runs, 0.0, false);
   const WantedSums wanted(to);
-  const int64_t samples = x.rows / (runs.count * runs.together), cols = x.cols * runs.together;  // of a run
+  const int64_t samples = x.rows / (runs.count * runs.together),
+                cols = x.cols * runs.together;  // the samples of a run, and their columns
   const int64_t block_rows = std::min(samples, rows_of_block(samples, cols, wanted.results));
   const int64_t blocks_of_run = ceil_div(samples, block_rows), blocks = runs.count * blocks_of_run;
   const int64_t block_elements = block_rows * cols;
@@ -177,7 +178,7 @@ void backward_by_blocks(const BackwardCall& call, const cpu::Backward& args, con
   if (wanted.count > 0 && !sums.at_once) sums.add_up(runs.count);
 }
 
-// dx and the gradients of parameters that no rows share.
+// Computes dx, and the gradients of parameters that no rows share.
 void backward_by_own_rows(const BackwardCall& call, const cpu::Backward& args, const Rows& x, const Runs& runs,
                           const Given& weight, RowNormGradients& to) {
   const Given gate(call.residual_gate(), call.num_dims, runs, 0.0, false);
@@ -199,7 +200,7 @@ void backward_by_own_rows(const BackwardCall& call, const cpu::Backward& args, c
 }  // namespace
 
 void backward_cpu(const BackwardCall& call, RowNormGradients& to) {
-  cpu::gradient_kernels();  // opened here if need be: the other threads only find them
+  cpu::gradient_kernels();  // opens them here if need be, so that other threads only find them
   const Rows x(call.input, call.num_dims), dy(call.dy, call.num_dims);
   const auto x_type = cpu_dtype(call.input.scalar_type()), dy_type = cpu_dtype(call.dy.scalar_type());
   const Runs runs(call, x.rows);
@@ -211,7 +212,7 @@ void backward_cpu(const BackwardCall& call, RowNormGradients& to) {
   const Stats s(stats, x.rows, call.rms);
   const size_t moved = bytes_of(call.input) + bytes_of(call.dy) + bytes_of(to.dx) + bytes_of(to.dresidual) + bytes_of(call.dh) +
                        bytes_of(call.x) + bytes_of(call.row());
-  // Judged by one thread's caches, because all threads' would be slower.
+  // This is judged by the caches of one thread; judging by those of all threads was slower.
   const bool streams = past_caches(moved), is_far = !by_columns && nearly_past_caches(moved);
   cpu::Backward args{dy.data(),   x.data(), s.mean, s.rstd,    nullptr,  call.wants[0] ? to.dx.data_ptr() : nullptr,
                      nullptr,     nullptr,  x.cols, dh.data(), x.layout, dy.layout,

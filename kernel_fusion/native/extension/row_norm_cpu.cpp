@@ -1,4 +1,4 @@
-// The CPU operators, forward: which rows each thread takes.
+// Forward row norms on the CPU: which rows each thread takes.
 #include <vector>
 
 #include "cpu/norm_call.h"
@@ -6,7 +6,7 @@
 namespace kf {
 namespace {
 
-// The stages of a forward call as pointers, and what they point to.
+// The stages of a forward call as the kernels take them, and the tensors that they point to.
 struct StagedForward {
   OptionalRows residual;
   RowsOfStages rows;
@@ -19,15 +19,16 @@ struct StagedForward {
   }
 };
 
-// Whether rows are long and so few that threads would wait for a quarter of their time. They then share the stretches, with the
-// same results, row after row: so a thread finds in its caches what it read and wrote in the calls around this one.
+// Whether rows are long, and so few that threads would wait for a quarter of their time. Threads then share the stretches of
+// rows, with the same results. They take row after row, so that a thread finds in its caches what it read and wrote in the
+// calls before.
 bool shares_stretches(const Rows& x) {
   const int64_t rounds = ceil_div(x.rows, free_threads());
   return cpu::are_long(x.cols) && rounds <= 2 && 4 * x.rows <= 3 * free_threads() * rounds;
 }
 
 void forward_by_stretches(const cpu::Forward& args, int64_t rows) {
-  constexpr int64_t kJoined = 16;  // elements that take as long as a stretch that is joined to others
+  constexpr int64_t kJoined = 16;  // joining a stretch to others takes as long as this many elements
   const int64_t stretches = cpu::stretches_of(args.cols), pieces = rows * stretches;
   std::vector<cpu::StretchMoments> moments(pieces);
   std::vector<cpu::RowStatistics> statistics(rows);
@@ -61,7 +62,7 @@ struct ForwardRows {
   }
 };
 
-// A thread's loop over rows [begin, end), through the runs that they lie in, with parameters of its own.
+// A thread's loop over rows [begin, end), run by run, with the thread's own copies of the parameters.
 class RunLoop {
  public:
   RunLoop(const ForwardRows& of, const cpu::ForwardStages& stages, at::ScalarType acc, bool later = false)
@@ -82,7 +83,7 @@ class RunLoop {
 
  private:
   const bool bare;
-  const int64_t rows;  // of a run
+  const int64_t rows;  // the number of rows of a run
   cpu::ForwardStages stages;
   Prepared weight, bias, gate;
 };
@@ -105,7 +106,7 @@ void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
   const int64_t of_thread = ceil_div(x.rows, is_small(x.rows * x.cols) ? 1 : free_threads());
   const int64_t rows = std::min(x.rows / of.runs.count, of_thread);
   const bool later = rows <= (by_stretches ? cpu::kLongRowsTogether : cpu::kShortRowsUnprepared);
-  // The kernel prepares parameters anew in each part, so a thread has one part then.
+  // If the kernel prepares the parameters, it does so in each part, so a thread gets one part.
   const int64_t step = later ? rows : by_stretches ? cpu::kLongRowsTogether : step_of(x.cols);
   share_by(x.rows, x.cols, step, [&] {
     return [&, loop = RunLoop(of, staged.args, acc, later)](int64_t begin, int64_t end) mutable { loop(args, begin, end); };
@@ -121,7 +122,7 @@ void quantized_row_norm_cpu(const ForwardCall& call, const Quantize& quantize, T
   quantize_rows_of(quantization(quantize, call.y_dtype(), of.x.rows, args.cols, to), quantize.keeps ? &y : nullptr, [&] {
     return [&, loop = RunLoop(of, staged.args, acc_dtype(call.input))](char* out, int64_t begin, int64_t end) mutable {
       cpu::Forward mine = args;
-      // The place of row 0, had it one.
+      // The address that row 0 would have: the kernel adds the offset of the rows it writes.
       mine.y = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(out) - static_cast<uintptr_t>(begin * row_bytes));
       loop(mine, begin, end);
     };

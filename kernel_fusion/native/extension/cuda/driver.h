@@ -1,5 +1,6 @@
-// The few functions of the CUDA driver for launching, found at run time: no CUDA header, no link dependency. Declarations
-// follow the CUDA Driver API reference; the struct layouts are part of its stable binary interface.
+// The functions of the CUDA driver that loading and launching need, found at run time. So no CUDA header is needed, and the
+// library does not link to the driver. Declarations follow the CUDA Driver API reference; the layouts of its structs are part
+// of its stable binary interface.
 #pragma once
 
 #include <cstddef>
@@ -76,8 +77,8 @@ struct Api {
 // The loaded driver; throws c10::Error without one.
 const Api& api();
 
-// Throws c10::Error. It takes one ready string, because several arguments go through a stream, and streams crash if this
-// library's compiler brings another libstdc++ than the process.
+// Throws c10::Error. It takes one finished string. Several arguments would go through a stream, and streams crash if this
+// library's compiler brings another libstdc++ than the one of the process.
 [[noreturn]] void fail(const std::string& text);
 
 // Throws c10::Error with the driver's text unless `result` is success.

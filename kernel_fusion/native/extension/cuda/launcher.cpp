@@ -16,7 +16,7 @@ namespace {
 
 // The planner's answer. The pointers stay valid for the life of the process.
 struct KernelPlan {
-  const char* error = nullptr;  // null: success
+  const char* error = nullptr;  // null if planning succeeded
   const char* image = nullptr;  // machine code
   const char* name = nullptr;
   Launch launch;
@@ -25,7 +25,8 @@ struct KernelPlan {
 using Planner = void (*)(const int* key, const char** error, const char** image, const char** name, Launch* launch);
 std::atomic<Planner> planner{nullptr};
 std::atomic<uint64_t> able_devices{0};  // a bit for each device that can run the kernels
-// In a rehearsal CPU tensors stand for those of a GPU that need not be there: its planner, and its multiprocessors.
+// In a rehearsal, CPU tensors stand for those of a GPU that need not be there. These are its planner and its number of
+// multiprocessors.
 std::atomic<Planner> rehearsal{nullptr};
 std::atomic<int> rehearsed_multiprocessors{0};
 
@@ -40,7 +41,7 @@ using Table = std::unordered_map<KernelKey, std::unique_ptr<LoadedKernel>, Hash>
 std::shared_mutex table_mutex;
 Table table;
 
-// This thread's last kernels: most callers alternate between a few, and this look-up takes no lock.
+// This thread's last kernels. Most callers alternate between a few, and this look-up takes no lock.
 struct Recent {
   static constexpr int kSize = 16;
   KernelKey key[kSize];
@@ -81,7 +82,7 @@ driver::Stream stream_of(c10::Device device) {
   return static_cast<driver::Stream>(pytorch.getStream(device).native_handle());
 }
 
-// The attributes of a launch; the configuration points to them.
+// The configuration of a launch, and the attributes that it points to.
 struct Configuration {
   driver::LaunchAttribute attributes[2] = {};
   driver::LaunchConfig config;
@@ -112,14 +113,14 @@ int count_multiprocessors(int ordinal) {
   return count;
 }
 
-// How many blocks of `kernel` run at once. Clusters are asked for explicitly, because the grouping of multiprocessors matters,
-// and one cluster too many in a persistent grid would double the time.
+// The number of blocks of `kernel` that run at once. For clusters the driver is asked about clusters, because the grouping of
+// multiprocessors matters, and one cluster too many in a persistent grid would double the time.
 int max_blocks(const LoadedKernel& kernel, int ordinal) {
   const auto& cu = driver::api();
   int count = 0;
   if (kernel.cluster > 1) {
     Configuration alone(kernel, kernel.cluster, 1, nullptr);
-    alone.config.num_attributes = 1;  // the cluster's
+    alone.config.num_attributes = 1;  // only the attribute of the cluster's size
     driver::check(cu.cuOccupancyMaxActiveClusters(&count, kernel.function, &alone.config), "cuOccupancyMaxActiveClusters");
     if (count == 0)
       driver::fail("this device has no room for a cluster of " + std::to_string(kernel.cluster) +
@@ -140,7 +141,7 @@ std::unique_ptr<LoadedKernel> load(int device, const KernelPlan& plan) {
   driver::check(cu.cuLibraryLoadData(&library, plan.image, nullptr, nullptr, 0, nullptr, nullptr, 0), "cuLibraryLoadData");
   driver::check(cu.cuLibraryGetKernel(&kernel, library, plan.name), "cuLibraryGetKernel");
   driver::check(cu.cuKernelGetFunction(&loaded->function, kernel), "cuKernelGetFunction");
-  // Lazy loading would load at the first launch, which a graph capture forbids.
+  // Lazy loading would load the code at the first launch, which a graph capture forbids.
   driver::check(cu.cuFuncLoad(loaded->function), "cuFuncLoad");
   if (loaded->shared_bytes > 0)
     driver::check(cu.cuFuncSetAttribute(loaded->function, driver::kFunctionMaxDynamicSharedBytes, loaded->shared_bytes),
@@ -158,7 +159,7 @@ struct RelaxedCapture {
   ~RelaxedCapture() { driver::api().cuThreadExchangeStreamCaptureMode(&mode); }
 };
 
-// A planner's answer. It may compile, and takes Python's lock, so none of ours may be held.
+// The planner's answer. The planner may compile, and takes Python's lock, so none of ours may be held.
 KernelPlan planned(Planner ask, const KernelKey& key) {
   KernelPlan plan;
   ask(key.numbers, &plan.error, &plan.image, &plan.name, &plan.launch);
@@ -168,10 +169,10 @@ KernelPlan planned(Planner ask, const KernelKey& key) {
 
 const LoadedKernel& kept(const KernelKey& key, std::unique_ptr<LoadedKernel> loaded) {
   const std::unique_lock lock(table_mutex);
-  return *table.try_emplace(key, std::move(loaded)).first->second;  // another thread's, if it was first
+  return *table.try_emplace(key, std::move(loaded)).first->second;  // if another thread was first, its kernel
 }
 
-bool is_rehearsed(const KernelKey& key) { return key.device() < 0; }  // a CPU has no number
+bool is_rehearsed(const KernelKey& key) { return key.device() < 0; }  // CPU tensors have no device number
 
 const LoadedKernel& plan_and_load(const KernelKey& key, driver::Stream stream) {
   if (is_rehearsed(key)) {
@@ -237,13 +238,14 @@ void launch(const LoadedKernel& kernel, int64_t grid_x, int64_t grid_y, driver::
 
 }  // namespace kf
 
-// Called from Python through ctypes. Devices without a bit take the eager definition.
+// Sets the planner, and the devices that the kernels serve, as bits. Other devices take the eager definition. Python calls this
+// through ctypes.
 extern "C" __attribute__((visibility("default"))) void kf_set_planner(void* planner, uint64_t devices) {
   kf::planner.store(reinterpret_cast<kf::Planner>(planner));
   kf::able_devices.store(devices);
 }
 
-// Begins a rehearsal, or with no planner ends it.
+// Begins a rehearsal with this planner, or ends it if the planner is null.
 extern "C" __attribute__((visibility("default"))) void kf_rehearse(void* planner, int multiprocessors) {
   const std::unique_lock lock(kf::table_mutex);
   std::erase_if(kf::table, [](const auto& entry) { return kf::is_rehearsed(entry.first); });

@@ -1,5 +1,5 @@
-// Finds and launches compiled kernels without knowing any: a key is a row of numbers for Python's planner
-// (backends/cuda/planner.py), and a plan is its answer.
+// Finds and launches compiled kernels without knowing any of them. A key is a row of numbers that Python's planner understands
+// (backends/cuda/planner.py), and a plan is the planner's answer.
 #pragma once
 
 #include <c10/core/DeviceGuard.h>
@@ -18,7 +18,7 @@ namespace kf {
 
 inline int64_t size_of(at::ScalarType type) { return static_cast<int64_t>(c10::elementSize(type)); }
 
-// The largest power of two that divides n and is at most `most`, itself one.
+// The largest power of two that divides n and is at most `most`, which is a power of two.
 inline int64_t dividing_power(int64_t n, int64_t most) {
   while (n % most != 0) most /= 2;
   return most;
@@ -28,14 +28,14 @@ inline void check_length(int64_t cols) {
   if (cols > INT32_MAX) driver::fail("rows of more than 2^31 - 1 elements are not supported, got N = " + std::to_string(cols));
 }
 
-// The alignment of everything at p plus multiples of `steps` bytes, up to vectors of `vector_bytes`.
+// The alignment that all addresses p + k * steps have, at most that of vectors of `vector_bytes`.
 inline int32_t alignment_within(const void* p, int64_t steps, int64_t vector_bytes) {
   const auto bits = reinterpret_cast<uintptr_t>(p) | static_cast<uintptr_t>(steps);
   return std::min<int32_t>(alignment_of(reinterpret_cast<const void*>(bits)),
                            static_cast<int32_t>(std::bit_ceil(static_cast<uint64_t>(vector_bytes))));
 }
 
-// The planner's numbers for a kernel: device, kernel number, fields of spec and access, zeros.
+// The numbers by which the planner knows a kernel: the device, the kernel's number, the fields of spec and access, then zeros.
 struct KernelKey {
   int numbers[2 + kKeyFields] = {};
 
@@ -53,9 +53,9 @@ struct KernelKey {
 // A kernel ready to be launched on one device.
 struct LoadedKernel : Launch {
   driver::Function function;  // null in a rehearsal
-  int max_blocks;             // that run at once on the device
+  int max_blocks;             // the number of blocks that run at once on the device
 
-  // Blocks for this many rows (or columns), while others do the same for `groups` groups in all.
+  // The number of blocks for this many rows (or columns) of each of `groups` groups.
   int64_t grid(int64_t count, int64_t groups = 1) const {
     const int64_t at_once = std::max<int64_t>(1, max_blocks / cluster / groups), fewest = (count + per_block - 1) / per_block;
     const int64_t most = (count + least_per_block - 1) / least_per_block;
@@ -63,18 +63,19 @@ struct LoadedKernel : Launch {
   }
 };
 
-// Makes a device current on this thread, with its context bound, until the end of the scope. `stream` is PyTorch's current one
-// there.
+// Makes a device current on this thread and binds its context, until the end of the scope. `stream` is PyTorch's current stream
+// on that device.
 struct OnDevice {
   explicit OnDevice(c10::Device device);
   const c10::DeviceGuard guard;
   const driver::Stream stream;
 };
 
-// The number of the device's multiprocessors; asks the driver once per thread.
+// The number of the device's multiprocessors. It asks the driver once per thread.
 int multiprocessors(c10::Device device);
 
-// The kernel for a key: a look-up, or at first use a call to the planner. Throws under graph capture if it would have to load.
+// The kernel for a key. It is looked up or, at first use, planned and loaded. Throws if it would have to be loaded during a
+// graph capture.
 const LoadedKernel& find_kernel(const KernelKey& key, driver::Stream stream);
 
 // Launches `grid_x` blocks (a multiple of the cluster) times `grid_y`; `args` is the kernel's only parameter.
@@ -88,7 +89,7 @@ void launch_over(int64_t count, c10::Device device, const S& spec, const A& acce
   launch(kernel, kernel.grid(count), 1, on.stream, args);
 }
 
-// Rows read by vectors of `vec` elements.
+// How a kernel that reads vectors of `vec` elements sees these rows.
 inline RowAccess row_access(const Rows& rows, int64_t vec) {
   return {std::min(rows.alignment, static_cast<int>(vec * size_of(rows.tensor.scalar_type()))), rows.strided};
 }

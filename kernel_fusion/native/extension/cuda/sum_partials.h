@@ -1,4 +1,4 @@
-// Column sums in two steps: the blocks of a kernel write partial rows, and another kernel adds them in a fixed order.
+// Column sums in two steps: the blocks of one kernel write partial rows, and another kernel adds those in a fixed order.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,8 +9,8 @@
 
 namespace kf {
 
-// The number of vectors in a row, rounded for keys to threads of a block along the columns (kernels/sums.cuh): a warp, or fewer
-// if columns are few or most of the last tile would lie outside.
+// The number of a block's threads along the columns (kernels/sums.cuh), for rows of this many vectors: a warp, or fewer threads
+// if columns are few or most of the last tile would lie outside the row. It is part of kernels' keys.
 inline int32_t tile_lanes(int64_t vectors) {
   if (vectors < 32) return static_cast<int32_t>(std::bit_ceil(static_cast<uint64_t>(vectors)));
   const auto covered = [&](int64_t lanes) { return ceil_div(vectors, lanes) * lanes; };
@@ -18,11 +18,11 @@ inline int32_t tile_lanes(int64_t vectors) {
   return covered(16) * 4 <= vectors * 5 ? 16 : 8;
 }
 
-// `count` partial rows of two or more sums over `cols` columns, in the accumulator type of `like`, each row padded to multiples
-// of kPartialCols.
+// Memory for `count` partial rows of two or more sums over `cols` columns, in the accumulator type of `like`. Each row is
+// padded to a multiple of kPartialCols.
 struct PartialRows {
   int64_t count, cols, pitch;
-  at::Tensor tensor;  // [sums][count][pitch]
+  at::Tensor tensor;  // of shape [sums][count][pitch]
 
   PartialRows(const at::Tensor& like, int64_t count, int64_t cols, int64_t sums = 2)
       : count(count), cols(cols), pitch(ceil_div(cols, kPartialCols) * kPartialCols),
@@ -32,8 +32,8 @@ struct PartialRows {
   }
 };
 
-// Adds the partial rows from sum `from` on into each sum that is defined, both at once. `any`: by a kernel for any number of
-// columns, where that depends on the number of rows.
+// Adds the partial rows of sum `from` and the next one into `first` and `second`, as far as those are defined, in one launch.
+// `any` asks for a kernel that takes any number of columns, for callers whose columns depend on the number of rows.
 inline void sum_partials(const PartialRows& partials, const at::Tensor& first, const at::Tensor& second, driver::Stream stream,
                          bool any = false, int from = 0) {
   const auto type = [](const at::Tensor& t) { return t.defined() ? cpu_dtype(t.scalar_type()) : Dtype::kAbsent; };
