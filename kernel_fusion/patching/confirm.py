@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
 from kernel_fusion.patching.agree import Function, disagreement
-from kernel_fusion.patching.norm_fit import Examination
+from kernel_fusion.patching.norm_fit import TOO_LONG, Examination
 from kernel_fusion.patching.norms import Case, Key, NormForm
 
 _PLAIN = (Tensor, nn.Parameter)
+_LARGEST = 2**22  # elements of an input that is tried out
 _ELSEWHERE = ("DTensor", "FakeTensor")
 
 
@@ -32,8 +35,11 @@ def confirm(module: nn.Module, form: NormForm, after_sum: bool = False, modulate
     if dtypes or case is None:
         return f"it computes none of our norms in {dtype}" if not dtypes else "its parameters have several dtypes"
     device = parameters[0].device if parameters else torch.device("cpu")
+    rows = min(4, _LARGEST // math.prod(form.shape or (1,)))
+    if rows < (4 if after_sum or modulated else 1):
+        return TOO_LONG
     examination = Examination(module, form.gate is not None)
-    inputs = [x.to(device) for x in examination.rows(4, dtype)]
+    inputs = [x.to(device) for x in examination.rows(rows, dtype)]
     values = [p.detach().clone() for p in parameters]
     ours, theirs, exact = examination.ours(form, case, backend=None), examination.theirs, examination.exact(form)
     if modulated:

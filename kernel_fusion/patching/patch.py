@@ -21,7 +21,7 @@ from kernel_fusion.patching.rewrite import RewriteForm
 from kernel_fusion.patching.rewriter import Site
 from kernel_fusion.patching.rotary import ONCE, AnglesForm, confirm_rotary, fit_angles, fit_rotary
 from kernel_fusion.patching.sites import Act, identity, is_dropout
-from kernel_fusion.patching.stand_in import buffers, examining, settings
+from kernel_fusion.patching.stand_in import buffers, examining, settings, too_large
 from kernel_fusion.patching.swap import Plan, change, holds_own, is_changed, original_class, plan_of, restore
 
 _TORCH_NORMS = (nn.LayerNorm, nn.RMSNorm)
@@ -186,11 +186,13 @@ class _Walk:
         if not _may_be_ours(module):
             return None
         form: Any = None
-        if norms and not kind.__module__.startswith("torch.nn.modules.activation"):
+        if too_large(module):
+            form = norm_fit.TOO_LONG
+        elif norms and not kind.__module__.startswith("torch.nn.modules.activation"):
             form = self.once(_kind(module), lambda: norm_fit.fit(module, self.rounding))
         if isinstance(form, NormForm):
             return form
-        if activations:
+        if activations and not too_large(module):
             found = self.once(("activation", _kind(module)), lambda: fit_activation(module))
             if found is not None:
                 return found
@@ -199,7 +201,7 @@ class _Walk:
     def angles(self, name: str, module: nn.Module) -> None:
         """Note a module that makes cos and sin."""
         form: Any = plan_of(module)
-        if form is None and _may_be_ours(module) and not _hands_off(module):
+        if form is None and _may_be_ours(module) and not too_large(module) and not _hands_off(module):
             form = self.once(("angles", _kind(module)), lambda: fit_angles(module))
             if form is not None:
                 self.makers.append((name, module, form))
@@ -275,6 +277,8 @@ class _Walk:
         act = _value(module, found, text)
         if isinstance(act, nn.Module):
             if next(act.children(), None) is not None or act._parameters or act._buffers or not _only_forward(act):
+                return None
+            if too_large(act):
                 return None
             key: Any = _kind(act)
         elif isinstance(act, _FUNCTIONS) and not isinstance(getattr(act, "__self__", None), nn.Module):

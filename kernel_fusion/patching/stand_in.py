@@ -26,6 +26,7 @@ from kernel_fusion.patching.swap import original_class
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype})
 _SMALL = 4096  # elements of a buffer whose values are compared
+_LARGEST = 2**24  # elements of all tensors of a module that is examined; a table of 131072 positions has as many
 _one_at_a_time = threading.RLock()  # threads and warnings are the process's
 
 
@@ -35,20 +36,25 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 class StandIn:
-    """The forward of a module without submodules, over exchangeable parameters."""
+    """The forward of a module without submodules, over exchangeable parameters.
 
-    def __init__(self, module: nn.Module) -> None:
+    With `shape`, a norm of PyTorch gets parameters of this shape, and normalises rows of it.
+    """
+
+    def __init__(self, module: nn.Module, shape: tuple[int, ...] | None = None) -> None:
         self.kind = original_class(type(module))
         self.module: nn.Module = self.kind.__new__(self.kind)
         random = generator()
         self.parameters = {
-            name: 1 + 0.3 * torch.randn(p.shape, generator=random, dtype=torch.float32)
+            name: 1 + 0.3 * torch.randn(shape or p.shape, generator=random, dtype=torch.float32)
             for name, p in module._parameters.items()
             if p is not None
         }
         buffers = {name: None if b is None else _on_cpu(b) for name, b in module._buffers.items()}
         own = {name: value if name in _OF_EVERY_MODULE else _apart(value) for name, value in vars(module).items()}
         vars(self.module).update(own, _parameters=dict(module._parameters), _buffers=buffers)
+        if shape is not None:
+            vars(self.module)["normalized_shape"] = shape
         self.set(self.parameters)
 
     def set(self, parameters: dict[str, Tensor]) -> None:
@@ -78,6 +84,12 @@ class StandIn:
             return False
         finally:
             own.update(kept)
+
+
+def too_large(module: nn.Module) -> bool:
+    """Whether a stand-in would hold more than an examination may allocate, which is known before it is made."""
+    held = [*module._parameters.values(), *module._buffers.values(), *vars(module).values()]
+    return sum(t.numel() for t in held if isinstance(t, Tensor)) > _LARGEST
 
 
 def _on_cpu(buffer: Tensor) -> Tensor:
