@@ -8,17 +8,21 @@ from typing import Any
 import pytest
 import torch
 from covering import triples
-from support import CPU, EAGER, TRITON, Target, check
+from support import CPU, CUDA, EAGER, TRITON, Target, check
 from test_errors import outcome
 from torch import Tensor
 from torch.nn import functional as F
 
 import kernel_fusion as kf
 from kernel_fusion.core.groups import Groups, groups_of
-from kernel_fusion.testing.oracle import ModulatedNormCase
+from kernel_fusion.testing.oracle import ModulatedNormCase, Tensors, run
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 VERBS = ("modulated_layer_norm", "modulated_rms_norm")
+
+
+def _backend(target: Target) -> str:
+    return target.backend
 
 
 # ---- Against float64 -------------------------------------------------------------------------------------------------
@@ -86,8 +90,8 @@ def test_rows_that_share_nothing(gated: bool, cols: int, dtype: torch.dtype) -> 
     check(ModulatedNormCase(verb, (2, 3, cols), dtype, scale=dtype, shift=dtype, varies=(2, 3), **options), CPU)
 
 
-# Grid rationale. PyTorch modulates the result of such a norm, in the dtypes of x, of the parameters, and of y; a gate
-# per token varies beside a weight that does not.
+# Grid rationale. Weight and bias are multiplied into what varies most, in the dtypes of x, of the parameters, and of y;
+# a gate per token varies beside a weight that does not.
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, BF16), (BF16, F32), (F16, BF16)])
 @pytest.mark.parametrize("out", [None, BF16, F32])
@@ -137,6 +141,40 @@ def test_one_row_for_all_is_the_plain_norm(any_target: Target) -> None:
             modulation = (t.view(*leading, 96) for t in (scale, shift))
             y = kf.modulated_layer_norm(x, 96, *modulation, backend=any_target.backend)
             assert torch.equal(y, plain)
+
+
+# Grid rationale. Vectors broadcast in every way over samples and tokens; for one token alone, two ways have one shape.
+# A weight of the norm's own is multiplied into them. Types are those of x and of the vectors.
+@pytest.mark.covering(1, "on.backend", "affine")
+@pytest.mark.parametrize("verb", [*VERBS, "add_modulated_layer_norm", "add_modulated_rms_norm"])
+@pytest.mark.parametrize("varies", [(3, 1), (3, 5), (1, 5), (5,), (1, 1), ()], ids=str)
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("dtypes", [(F32, BF16), (BF16, F32), (BF16, BF16)])
+@pytest.mark.parametrize(
+    "on", [CPU, EAGER, TRITON, pytest.param(CUDA, marks=pytest.mark.cuda)], ids=lambda t: t.backend
+)
+def test_one_token_alone(on: Target, dtypes: Any, affine: bool, varies: tuple[int, ...], verb: str) -> None:
+    """A token without the others of its sample, and without other samples, has the same bits, in y, h and dx."""
+    dtype, other = dtypes
+    options: dict[str, Any] = {"scale": other, "shift": other, "gate": None, "varies": varies}
+    options |= {"weight": other, "bias": other, "weight_offset": 0.5} if affine else {}
+    options |= {"residual": dtype, "gate": other} if verb.startswith("add_") else {}
+    case = ModulatedNormCase(verb, (3, 5, 96), dtype, **options)
+    inputs = case.make_inputs(on.device)
+
+    def part(t: Tensor | None, samples: slice, tokens: slice) -> Tensor | None:
+        if t is None or t.dim() == 1:
+            return t
+        cut = t.detach() if t.dim() == 3 else t.detach()[None]
+        cut = cut if cut.shape[0] == 1 else cut[samples]
+        return (cut if cut.shape[1] == 1 else cut[:, tokens]).requires_grad_(t.requires_grad)
+
+    expected = run(case, inputs, on.backend)
+    for samples, tokens in ((slice(1, 2), slice(None)), (slice(None), slice(2, 3)), (slice(1, 2), slice(2, 3))):
+        few = Tensors(**{name: part(t, samples, tokens) for name, t in vars(inputs).items()})
+        for name, t in run(case, few, on.backend).items():
+            if name in ("y", "h", "dx", "dresidual"):
+                assert torch.equal(t, expected[name][samples, tokens]), (name, samples, tokens)
 
 
 # Grid rationale. Samples of rows that are one block of backward, and several; shorter rows are summed in other ways.

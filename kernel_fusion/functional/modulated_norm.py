@@ -64,8 +64,7 @@ def modulated_layer_norm(
             (float64 for float64). It is read where it lies, so a chunk of a wider projection needs no copy.
         shift: t, likewise, or None for 0.
         weight, bias, weight_offset: as for :func:`layer_norm`. (offset + w)(1 + s) and b(1 + s) + t are computed
-            first, in the compute type. Beside a scale or shift per token, PyTorch modulates the norm's result instead,
-            and rounds at each step; with an activation or codes it does not.
+            first, in the compute type and in the shape that scale and shift have together.
         pre_activation, activation, out_dtype: as for :func:`layer_norm`.
         backend: "cuda", "triton", "cpu", "eager", or None for the automatic choice.
 
@@ -258,18 +257,13 @@ def _modulated(
             checks.modulation(verb, name, rows[name], input, len(shape))
         checks.other_row(verb, "residual", input, residual)
         checks.row_norm(verb, input, weight, bias, norm[4], dtype)
-        after = _modulates_after(input, (weight, bias), (scale, shift), stages[1], norm[5])
-        w, b, offset = (weight, bias, norm[4]) if after else _affine(input, norm, scale, shift)
+        w, b, offset = _affine(input, norm, scale, shift)
         (factor, term, gate), grouped = _in_groups(verb, input, shape, [w, b, gate])
         seed = eager.draw_seed(input.device) if stages[2] > 0.0 else None
         given = Given(pre, post, stages[2], seed, grouped=grouped, residual_gate=gate)
-        kept = torch.promote_types(input.dtype, dtype) if after and dtype is not None else dtype
-        call = input, residual, len(shape), factor, term, eps, offset, kept, verb.endswith("rms_norm"), *given
+        call = input, residual, len(shape), factor, term, eps, offset, dtype, verb.endswith("rms_norm"), *given
         if quantize is None:
             y, h = operator(verb, "staged_row_norm", backend, input, residual, scale)(*call)
-            if after:
-                modulated = y * (1 + scale)
-                y = (modulated if shift is None else modulated + shift).to(y.dtype if dtype is None else dtype)
         else:
             y, h = quantized.norm(verb, quantize, backend, call, None, input.shape)
         return NormOutput(y, h)
@@ -322,24 +316,12 @@ def alone(size: Sequence[int], modulation: _Modulation) -> tuple[bool, _Modulati
     return True, (scale, shift, gate)
 
 
-def _modulates_after(
-    input: Tensor,
-    affine: tuple[Tensor | None, Tensor | None],
-    modulation: tuple[Tensor, Tensor | None],
-    activation: str | None,
-    out_dtype: torch.dtype | Quantize | None,
-) -> bool:
-    """Whether PyTorch modulates the result of a norm that has a weight or a bias.
-
-    To multiply these into the scale of every token takes three times as many bytes.
-    """
-    if all(t is None for t in affine) or activation is not None or isinstance(out_dtype, Quantize):
-        return False
-    return any(t is not None and t.dim() == input.dim() and t.shape == input.shape for t in modulation)
-
-
 def _affine(input: Tensor, norm: Norm, scale: Tensor, shift: Tensor | None) -> tuple[Tensor, Tensor | None, float]:
-    """Weight, bias and offset of the norm that is modulated: those of the norm itself multiplied in."""
+    """Weight, bias and offset of the norm that is modulated: those of the norm itself multiplied in.
+
+    Vectors of every token are treated as those of a sample, though it would move fewer bytes to modulate the norm's
+    result: beside a single token nothing tells the two apart, and a token's digits must not depend on the others.
+    """
     _, weight, bias, _, weight_offset, _ = norm
     if weight is None and bias is None:
         return scale, shift, 1.0
@@ -377,10 +359,8 @@ def as_norm(verb: str, arguments: dict[str, Any]) -> dict[str, Any]:
     made = torch.empty(scale.shape, dtype=compute_dtype(input.dtype), device="meta")
     found = arguments | {"gate": None, "rounding": "once"}
     own = arguments["weight"], arguments["bias"]
-    affine = own
-    if not _modulates_after(input, own, (scale, shift), arguments["activation"], arguments["out_dtype"]):
-        affine = scale if own[0] is None else made, shift if own[1] is None else made
-        found["weight_offset"] = 1.0 if own[0] is None else 0.0
+    affine = scale if own[0] is None else made, shift if own[1] is None else made
+    found["weight_offset"] = 1.0 if own[0] is None else 0.0
     vectors, found["grouped"] = _in_groups(verb, input, shape, [*affine, gate])
     found |= dict(zip(("weight", "bias", "residual_gate"), vectors, strict=True))
     varying = next(t for t in vectors if t is not None)
