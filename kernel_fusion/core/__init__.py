@@ -1,1 +1,1 @@
-"""Shared by every layer."""
+"""What every layer of the package shares: specs, arguments and their checks, the disk cache."""

@@ -1,6 +1,6 @@
-"""The activations' definitions.
+"""The activations as PyTorch operations, which define them.
 
-Structs of these names and order are in native/shared/activations.h.
+native/shared/activations.h has a struct for each, with the same name and in the same order.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch.nn import functional as F
 
 
 def _squareplus(x: Tensor) -> Tensor:
-    """(x + sqrt(x^2 + 4)) / 2; for negative x 2 / (sqrt(x^2 + 4) - x), which cancels nothing."""
+    """(x + sqrt(x^2 + 4)) / 2. For negative x it is computed as 2 / (sqrt(x^2 + 4) - x), in which nothing cancels."""
     two, negative = torch.full_like(x, 2), x < 0
     above, below = torch.where(negative, 0, x), torch.where(negative, x, 0)
     return torch.where(negative, 2 / (torch.hypot(below, two) - below), above / 2 + torch.hypot(above, two) / 2)
 
 
-# All keep the dtype, are twice differentiable, and treat NaN and infinities as PyTorch does.
+# Each function keeps the dtype, is twice differentiable, and treats NaN and infinities as PyTorch does.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "relu_squared": lambda x: F.relu(x).square(),
@@ -39,7 +39,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "selu": F.selu,
 }
 
-# "sign" is the slope of |x|. The last two are slopes of tanh and sigmoid at their result, all that backward then needs.
+# "sign" is the slope of |x|. "from_tanh" and "from_sigmoid" compute the slopes of tanh and sigmoid from their
+# results, so that backward needs only the result.
 IDENTITY = "identity"
 _INTERNAL: dict[str, Callable[[Tensor], Tensor]] = {
     IDENTITY: lambda x: x,
@@ -48,10 +49,10 @@ _INTERNAL: dict[str, Callable[[Tensor], Tensor]] = {
     "from_sigmoid": lambda y: y**2 / 2 - y**3 / 3,
 }
 
-# Positions are codes in C++.
+# The position of a name is its code in C++.
 CODES = {name: code for code, name in enumerate([*_INTERNAL, *ACTIVATIONS])}
 
 
 def formula(name: str) -> Callable[[Tensor], Tensor]:
-    """Its definition."""
+    """The definition of the activation called `name`."""
     return ACTIVATIONS.get(name) or _INTERNAL[name]

@@ -1,6 +1,7 @@
-"""Checks of operators' arguments, which anybody may pass.
+"""Checks of the arguments of operators, which anybody may call with anything.
 
-They refuse what would crash PyTorch's operations, exhaust memory, or be misread. C++ operators check the same.
+They refuse arguments that would crash PyTorch's operations, exhaust memory, or be misread. The operators in C++ make
+the same checks.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ _NAMES: dict[str, Collection[str]] = {
 
 
 def checked(operator: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, safe to call with anything."""
+    """Return `function`, which implements `operator`, with checks of its arguments before the call."""
     schema = operator._schema
     name, names = schema.name.split("::")[1], [a.name for a in schema.arguments]
 
     def serve(*args: Any) -> Any:
-        check(name, dict(zip(names, args, strict=False)))  # defaults are right
+        check(name, dict(zip(names, args, strict=False)))  # omitted arguments have defaults, which are right
         return function(*args)
 
     return serve
 
 
 def check(operator: str, arguments: Mapping[str, Any]) -> None:
-    """Raise unless the arguments, by schema names, make sense."""
+    """Raise unless the arguments make sense; `arguments` has them by their names in the schema."""
     for name, value in arguments.items():
         if isinstance(value, Tensor):
             memory(value)
@@ -43,7 +44,7 @@ def check(operator: str, arguments: Mapping[str, Any]) -> None:
             raise ValueError(f"kernel_fusion::{operator}: `{name}` must be one of {choices}, got {value!r}")
     if "num_dims" in arguments:
         _num_dims(operator, arguments["input"], arguments["num_dims"])
-        _together(operator, arguments)  # of a norm
+        _together(operator, arguments)  # only norms have `num_dims`
     if "dropout_p" in arguments:
         _dropout(operator, arguments["dropout_p"], arguments.get("seed"))
     if "combine" in arguments and (arguments["combine"] == "first") != (arguments["b"] is None):
@@ -79,9 +80,9 @@ def _dropout(operator: str, p: float, seed: Tensor | None) -> None:
 
 
 def memory(t: Tensor) -> None:
-    """Raise, in PyTorch's words, unless a plain tensor's storage holds it.
+    """Raise, in PyTorch's words, unless the storage of a plain tensor is as large as its sizes and strides say.
 
-    Libraries free and refill storages, and PyTorch's elementwise operations read them anyway.
+    Libraries free and refill storages, and PyTorch's elementwise operations do not check before they read them.
     """
     while torch._C._functorch.is_functorch_wrapped_tensor(t):
         t = torch._C._functorch.get_unwrapped(t)
@@ -119,7 +120,7 @@ def one_device(operator: str, tensors: Collection[Any]) -> None:
 
 
 def require(operator: str, tensors: Sequence[Tensor | None], takes: bool) -> None:
-    """Raise unless kernels can read the tensors, on one device, and `takes` is true."""
+    """Raise unless the tensors are on one device, kernels can read them, and `takes` is true."""
     given = [t for t in tensors if t is not None]
     for t in given:
         memory(t)
@@ -129,10 +130,10 @@ def require(operator: str, tensors: Sequence[Tensor | None], takes: bool) -> Non
 
 
 def floating(*tensors: Tensor | None) -> bool:
-    """Whether kernels know the tensors' dtypes."""
+    """Whether kernels know the dtypes of all these tensors."""
     return all(t is None or t.dtype in checks.FLOATING for t in tensors)
 
 
 def is_seed(seed: Tensor | None) -> bool:
-    """Whether `seed` is dropout's or None."""
+    """Whether `seed` can be a seed of dropout: one int64, or None."""
     return seed is None or (seed.dtype == torch.int64 and list(seed.shape) == [1])

@@ -1,7 +1,8 @@
 """A folder of compiled artefacts that can be trusted.
 
-An entry is a payload and a trailer with its key and SHA-256; a shared library loads with trailing bytes. Whatever is
-damaged or writable by others is a miss. One descriptor checks and uses an entry, because a path may change meanwhile.
+An entry is a file: a payload, then a trailer with the key and the SHA-256. A shared library can be loaded with those
+trailing bytes. An entry that is damaged, or that others could write, counts as missing. An entry is checked and used
+through one file descriptor, because another file may get the path meanwhile.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ _MAGIC = b"kernel_fusion cache entry 1\n"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _TRAILER_BYTES = 2 * _DIGEST_BYTES + len(_MAGIC)
 _TEMPORARY = ".tmp-"
-_STALE_S = 3600  # older temporary files have no writer
+_STALE_S = 3600  # a temporary file older than this has no writer any more
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def digest(*parts: str | bytes) -> str:
-    """SHA-256 of the parts and their lengths."""
+    """The SHA-256 of the parts and of their lengths, in hexadecimal."""
     h = hashlib.sha256()
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
@@ -39,12 +40,12 @@ def digest(*parts: str | bytes) -> str:
 
 
 def seal(payload: bytes, key: str) -> bytes:
-    """An entry's file content."""
+    """The content of an entry's file: the payload and its trailer."""
     return payload + bytes.fromhex(key) + hashlib.sha256(payload).digest() + _MAGIC
 
 
 def unseal(content: bytes, key: str) -> memoryview | None:
-    """The payload of a whole entry, or None."""
+    """The payload in a file's content, or None if the entry is damaged or has another key."""
     payload, trailer = memoryview(content)[:-_TRAILER_BYTES], content[-_TRAILER_BYTES:]
     expected = bytes.fromhex(key) + hashlib.sha256(payload).digest() + _MAGIC
     return payload if trailer == expected else None
@@ -52,17 +53,17 @@ def unseal(content: bytes, key: str) -> memoryview | None:
 
 @dataclass(frozen=True)
 class Cache:
-    """Files `<cache_dir>/<kind>/<key><suffix>`."""
+    """The entries of one kind: files `<cache_dir>/<kind>/<key><suffix>`."""
 
     kind: str
     suffix: str
 
     def path(self, key: str) -> Path:
-        """An entry's path."""
+        """The path of an entry, which need not exist."""
         return cache_dir() / self.kind / (key + self.suffix)
 
     def read(self, key: str) -> bytes | None:
-        """A trusted entry's payload, or None."""
+        """The payload of an entry, or None if there is none that can be trusted."""
         try:
             file, payload = self._open(key)
         except OSError:
@@ -71,7 +72,7 @@ class Cache:
         return bytes(payload)
 
     def open(self, key: str) -> int | None:
-        """A trusted entry's descriptor, or None."""
+        """A file descriptor of an entry, or None if there is none that can be trusted. The caller closes it."""
         try:
             return self._open(key)[0]
         except OSError:
@@ -85,14 +86,14 @@ class Cache:
             if payload is None:
                 raise OSError(errno.EBADMSG, "it is damaged", str(path))
             with suppress(OSError):
-                os.utime(file)  # for `keep`
+                os.utime(file)  # `keep` deletes the entries that were used last
         except BaseException:
             os.close(file)
             raise
         return file, payload
 
     def write(self, key: str, payload: bytes) -> Path | None:
-        """Store `payload` atomically; its path, or None."""
+        """Store `payload` atomically. Return its path, or None if it could not be written."""
         try:
             path = self.path(key)
             replace_file(self.folder() / path.name, seal(payload, key))
@@ -101,20 +102,20 @@ class Cache:
         return path
 
     def export(self, folder: Path, key: str, payload: bytes) -> None:
-        """Store `payload` in another folder, for all users; raises OSError."""
+        """Store `payload` in another folder, readable by all users. Raises OSError if that fails."""
         path = folder / self.kind / (key + self.suffix)
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, seal(payload, key))
         path.chmod(0o644)
 
     def folder(self) -> Path:
-        """This kind's folder, created if missing; raises OSError if others could change it."""
+        """The folder of this kind, created if it is missing. Raises OSError if others could change it."""
         folder = cache_dir() / self.kind
         make_private_dir(folder)
         return trusted(folder)
 
     def discard(self, key: str, file: int) -> None:
-        """Close `file`, and delete the entry if it is that file."""
+        """Close the descriptor `file`, and delete the entry if its path still leads to that file."""
         with suppress(OSError):
             path = self.path(key)
             if os.path.samestat(path.stat(), os.fstat(file)):
@@ -122,7 +123,7 @@ class Cache:
         os.close(file)
 
     def entries(self) -> list[Path]:
-        """This kind's files, unchecked."""
+        """The paths of all entries of this kind, which are not checked."""
         try:
             paths = sorted((cache_dir() / self.kind).iterdir())
         except OSError:
@@ -131,11 +132,11 @@ class Cache:
         return [path for path in paths if name.fullmatch(path.name) and path.is_file()]
 
     def size(self) -> int:
-        """Their bytes."""
+        """The size of all entries of this kind, in bytes."""
         return sum(path.stat().st_size for path in self.entries())
 
     def keep(self, count: int) -> None:
-        """Delete killed writers' files, and all but the `count` last used entries."""
+        """Delete all entries except the `count` that were used last, and temporary files whose writers were killed."""
         with suppress(OSError):
             by_use = sorted(self.entries(), key=lambda path: path.stat().st_mtime, reverse=True)
             for path in (*by_use[count:], *self._left_behind(_STALE_S)):
@@ -149,7 +150,7 @@ class Cache:
             (cache_dir() / self.kind).rmdir()
 
     def _left_behind(self, seconds: float) -> list[Path]:
-        """Temporary files this old."""
+        """Temporary files that are older than this many seconds."""
         paths = (cache_dir() / self.kind).glob(f"{_TEMPORARY}*")
         return [path for path in paths if time.time() - path.lstat().st_mtime >= seconds]
 
@@ -159,9 +160,9 @@ CUBINS = Cache("cubin", ".cubin")
 
 
 def open_private(path: Path) -> tuple[int, bytes]:
-    """The descriptor and content of a file that only this user or root can write, or OSError."""
+    """Open and read a file that only this user and root can write; otherwise raise OSError."""
     folder = trusted(path.parent)
-    file = os.open(folder / path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # never wait for a pipe
+    file = os.open(folder / path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe must not make this wait
     try:
         info = os.fstat(file)
         if not stat.S_ISREG(info.st_mode) or info.st_mode & _OTHERS_WRITE or info.st_uid not in _us():
@@ -174,7 +175,7 @@ def open_private(path: Path) -> tuple[int, bytes]:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file atomically, for its owner only; raises OSError."""
+    """Write a file atomically, readable by its owner only. Raises OSError if that fails."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=_TEMPORARY)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -186,20 +187,20 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def make_private_dir(path: Path) -> None:
-    """Create `path` and its parents with mode 0700."""
+    """Create a folder, and those of its parents that are missing, with mode 0700."""
     for folder in reversed([path, *path.parents]):
         if not folder.exists():
             folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def trusted(folder: Path) -> Path:
-    """The real path of `folder`, which only this user and root can change or replace.
+    """The real path of `folder`, if only this user and root can change or replace it.
 
-    Checks go from the root down, so nobody else can replace what it holds.
+    The folders of the path are checked from the root down, so that nobody can replace one that was checked.
 
     Raises:
-        PermissionError: others can change it or the named parent.
-        OSError: it does not exist.
+        PermissionError: others can change the folder, or one of its parents, which the error names.
+        OSError: the folder does not exist.
     """
     real = Path(os.path.realpath(folder, strict=True))
     for part in (*reversed(real.parents), real):
@@ -208,7 +209,7 @@ def trusted(folder: Path) -> Path:
             raise PermissionError(errno.EPERM, "it belongs to another user", str(part))
         writers = info.st_mode & _OTHERS_WRITE
         if part != real and (info.st_mode & stat.S_ISVTX or (writers == stat.S_IWGRP and _is_own_group(info.st_gid))):
-            continue  # in a sticky folder only owners rename
+            continue  # in a folder with the sticky bit only owners can rename
         if writers:
             raise PermissionError(errno.EPERM, "other users can write it", str(part))
     return real
@@ -220,7 +221,7 @@ def _us() -> set[int]:
 
 @lru_cache
 def _is_own_group(group: int) -> bool:
-    """Whether the group has no other member."""
+    """Whether this user is the only member of the group."""
     import grp
     import pwd
 
@@ -233,7 +234,7 @@ def _is_own_group(group: int) -> bool:
 
 @lru_cache
 def _outsiders() -> frozenset[int]:
-    """The id of unmapped users in a container, root among them."""
+    """The user id by which a container shows all users that it does not map, the host's root among them."""
     try:
         ranges = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
         nobody = int(Path("/proc/sys/kernel/overflowuid").read_text())

@@ -1,4 +1,4 @@
-"""Checks of verbs' arguments for what PyTorch does not know: mixed dtypes, `weight_offset`, `out_dtype`."""
+"""Checks of the public functions' arguments that PyTorch does not make: mixed dtypes, `weight_offset`, `out_dtype`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kernel_fusion.core.stages import NormCall
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MASKS = (torch.bool, *FLOATING)
 
-# An option beside another argument, in every verb.
+# The error of an option that does not go with another argument, in the words of every function.
 CONDITIONS = {
     ("weight_offset", "weight"): "needs a `weight`",
     ("group_size", "normalized_shape"): "goes with a `normalized_shape` of one dimension",
@@ -25,19 +25,19 @@ CONDITIONS = {
     ("out_dtype", "group"): "quantises whole rows, and does not go with a `group`",
 }
 
-# Why a backend lacks a verb or an option.
+# The reason that a backend lacks a function or an option.
 WITHOUT_KERNELS = {
     "group": dict.fromkeys(("cuda", "cpu"), "it has no kernels for rows that are spread over ranks"),
 }
 
 
 def refusal(verb: str, option: str, other: str, got: str = "") -> ValueError:
-    """The error of `option` beside `other`."""
+    """The error that says that `option` does not go with `other`."""
     return ValueError(f"`{verb}`: `{option}` {CONDITIONS[option, other]}{got}")
 
 
 def without_kernels(what: str, backend: str) -> str | None:
-    """Why `backend` has no kernels for a verb or option, or None."""
+    """The reason that `backend` has no kernels for a function or option, or None if it has them."""
     return WITHOUT_KERNELS.get(what, {}).get(backend)
 
 
@@ -48,31 +48,31 @@ def given(verb: str, argument: str, value: object) -> None:
 
 
 def tensor(verb: str, argument: str, value: object) -> None:
-    """Raise unless it is a tensor or a `torch.fx` proxy."""
+    """Raise unless an argument is a tensor or a `torch.fx` proxy."""
     if not torch.overrides.is_tensor_like(value):
         raise TypeError(f"`{verb}`: `{argument}` must be a tensor, got {described(value)}")
 
 
 def matrices(verb: str, **tensors: object) -> None:
-    """Raise unless all are floating-point, with rows and columns."""
+    """Raise unless all tensors are floating-point and have at least two dimensions."""
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
             tensor(verb, name, value)
         elif value.dim() < 2:
             raise RuntimeError(f"`{verb}`: `{name}` must have at least two dimensions, got shape {list(value.shape)}")
-        elif value.dtype not in FLOATING:  # PyTorch would make the scale an integer
+        elif value.dtype not in FLOATING:  # PyTorch would round the scale to an integer
             raise RuntimeError(f"`{verb}`: `{name}` must be {either(FLOATING)}, got {short(value.dtype)}")
 
 
 def one_device(first: Tensor, *others: Tensor | None) -> None:
-    """Raise, as pointwise operations do, unless all are on one device; the CPU's numbers go anywhere.
+    """Raise, as pointwise operations do, unless all tensors are on one device. CPU numbers go with any device.
 
-    PyTorch's products and in-place masking skip "meta".
+    PyTorch's matrix products and in-place masking do not check tensors on "meta".
     """
     for other in others:
         if other is None or other.device == first.device or (other.dim() == 0 and other.device.type == "cpu"):
             continue
-        torch.add(first.new_empty(1), other.new_empty(1))  # in PyTorch's words
+        torch.add(first.new_empty(1), other.new_empty(1))  # raises in PyTorch's words
 
 
 def mask(verb: str, mask: Tensor) -> None:
@@ -86,30 +86,30 @@ def mask(verb: str, mask: Tensor) -> None:
 
 
 def expanded_mask(verb: str, mask: Tensor, shape: Sequence[int]) -> Tensor:
-    """The mask as a broadcast view; raise if it is none."""
+    """The mask broadcast to `shape`, as a view. Raise if it cannot be broadcast."""
     try:
         return torch.broadcast_to(mask, shape)
     except RuntimeError as error:
         if _broadcast(mask.shape, shape):
-            raise  # about its memory
+            raise  # the error is about the memory of the mask
         text = f"`{verb}`: `mask` must broadcast to shape {list(shape)}, got {list(mask.shape)}: {error}"
         raise RuntimeError(text) from error
 
 
 def not_float8(operation: str, *dtypes: torch.dtype) -> None:
-    """Raise, in PyTorch's words, on float8."""
+    """Raise, in PyTorch's words, if one of the dtypes is a float8."""
     for dtype in dtypes:
         if dtype.is_floating_point and dtype.itemsize == 1:
             raise NotImplementedError(f'"{operation}" not implemented for {short(dtype)!r}')
 
 
 def shaped(shape: Sequence[Any], *tensors: Tensor | None) -> bool:
-    """Whether all have this shape."""
+    """Whether all these tensors, as far as they are given, have this shape."""
     return all(t is None or list(t.shape) == list(shape) for t in tensors)
 
 
 def parameter_shape(input: Tensor, num_dims: int, grouped: bool, *parameters: Tensor | None) -> list[int]:
-    """The normalised shape, after dimensions of groups."""
+    """The shape that parameters must have: the normalised shape, with the dimensions of groups before it."""
     shape = list(input.shape[max(0, input.dim() - num_dims) :])
     given = next((p for p in parameters if p is not None), None)
     if not grouped or given is None or not num_dims <= given.dim() <= input.dim():
@@ -137,7 +137,7 @@ def row_norm(
 
 
 def staged_row_norm(c: NormCall) -> None:
-    """Raise unless tensors and stages fit; it checks only the other row's shape."""
+    """Raise unless the tensors and stages of a call fit. Only the shape of the other row is checked here."""
     rows = {"residual": c.residual} | {name: getattr(c.stages, name) for name in ROWS}
     prefixes = [VERBS[name] for name, row in rows.items() if row is not None]
     verb = "".join(prefixes[-1:]) + ("rms_norm" if c.rms else "layer_norm")
@@ -149,7 +149,7 @@ def staged_row_norm(c: NormCall) -> None:
 
 
 def other_row(verb: str, argument: str, input: Tensor, other: Tensor | None) -> None:
-    """Raise unless another row has the input's shape and device, and a fitting dtype."""
+    """Raise unless `other` has the shape and device of the input, and a dtype that may be mixed with its dtype."""
     if other is None:
         return
     if other.shape != input.shape:
@@ -178,7 +178,7 @@ def modulation(verb: str, argument: str, value: Tensor | None, input: Tensor, nu
 
 
 def activation(verb: str, argument: str, name: str | None) -> str:
-    """The name, "identity" for None; raise if unknown."""
+    """The name of an activation, "identity" for None. Raise if there is none of that name."""
     if name is None or name == IDENTITY:
         return IDENTITY
     if not isinstance(name, str) or name not in ACTIVATIONS:
@@ -196,14 +196,14 @@ def group_size(verb: str, shape: Sequence[int], size: int) -> None:
 
 
 def rounding(verb: str, rounding: str, *others: str) -> None:
-    """Raise if it is unknown."""
+    """Raise unless `rounding` is "once", "hf" or one of `others`."""
     choices = (*others, *ROUNDINGS)
     if rounding not in choices:
         raise ValueError(f"`{verb}`: `rounding` must be one of {', '.join(map(repr, choices))}, got {rounding!r}")
 
 
 def dropout_p(verb: str, argument: str, p: float) -> None:
-    """Raise unless it is a probability."""
+    """Raise unless p is a probability."""
     try:
         fits = 0.0 <= p <= 1.0
     except TypeError:
@@ -214,7 +214,7 @@ def dropout_p(verb: str, argument: str, p: float) -> None:
 
 
 def _is_size(value: Any) -> bool:
-    if isinstance(value, Tensor):  # which has an `__index__`
+    if isinstance(value, Tensor):  # a tensor also has an `__index__`
         return value.dim() == 0
     several = hasattr(value, "__iter__") and not isinstance(value, str)
     return hasattr(value, "__index__") or (several and all(hasattr(size, "__index__") for size in value))
@@ -222,7 +222,8 @@ def _is_size(value: Any) -> bool:
 
 REFUSALS = (TypeError, RuntimeError, AttributeError)
 
-# A kind's name in errors, and its test, types first: Dynamo cannot ask a symbol for attributes.
+# The name of a kind in errors, and the test for it. The test looks at types first, because Dynamo cannot ask a symbol
+# for attributes.
 _Kind = tuple[str, Callable[[Any], bool]]
 NUMBER: _Kind = ("a number", lambda v: isinstance(v, (int, float)) or hasattr(v, "__float__"))
 INT: _Kind = ("an int", lambda v: isinstance(v, int) or hasattr(v, "__index__"))
@@ -244,24 +245,24 @@ _KINDS: dict[str, _Kind] = {
 
 
 def of_kind(verb: str, argument: str, value: object, kind: _Kind, cause: Exception | None = None) -> None:
-    """Raise unless the value is of this kind."""
+    """Raise unless the value is of this kind, a name among `_KINDS`."""
     expected, fits = kind
     if not fits(value):
         raise TypeError(f"`{verb}`: `{argument}` must be {expected}, got {described(value)}") from cause
 
 
 def explain(verb: str, error: Exception, tensors: dict[str, Any], *, broadcast: bool = False, **others: Any) -> None:
-    """Raise an error that names verb and argument, if an argument explains `error`, one of `REFUSALS`.
+    """Raise an error that names the function and the argument, if a wrong argument explains `error`.
 
-    It runs after a failure, whose type it keeps.
+    It is called after a call has failed with `error`, one of `REFUSALS`, and keeps the type of that error.
 
     Args:
-        tensors: by argument name, or None.
-        broadcast: whether their shapes must.
-        others: by the names of `_KINDS`.
+        tensors: the tensors by argument name; None stands for an absent one.
+        broadcast: whether their shapes must broadcast.
+        others: the other arguments, by the names of `_KINDS`.
     """
     if type(error) not in (*REFUSALS, NotImplementedError) or str(error).startswith(f"{verb}()"):
-        return  # not about an argument, or PyTorch's text names it
+        return  # the error is not about an argument, or PyTorch's text names the argument
     there = {name: value for name, value in tensors.items() if value is not None}
     of_arrays = not isinstance(next(iter(there.values()), None), Tensor)
     for name, value in there.items():
@@ -272,7 +273,7 @@ def explain(verb: str, error: Exception, tensors: dict[str, Any], *, broadcast: 
     for name, value in others.items():
         of_kind(verb, name, value, _KINDS[name], error)
     if str(error).startswith("`"):
-        return  # ours
+        return  # the text is one of ours
     if broadcast and not _broadcast(*(value.shape for value in there.values())):
         names = " and ".join(f"`{name}`" for name in there)
         shapes = " and ".join(str(list(value.shape)) for value in there.values())
@@ -292,7 +293,7 @@ def _broadcast(*shapes: Sequence[int]) -> bool:
 
 
 def _check_companion(verb: str, name: str, other: Tensor, input: Tensor) -> None:
-    """Raise unless another tensor has the input's device and a fitting dtype."""
+    """Raise unless `other` has the device of the input, and a dtype that may be mixed with its dtype."""
     if other.device != input.device:
         raise RuntimeError(
             f"`{verb}`: expected all tensors to be on the same device, but `{name}` is on {other.device} and "
@@ -310,15 +311,15 @@ def _check_mix(verb: str, name: str, dtype: torch.dtype | None, input_dtype: tor
 
 
 def described(value: object) -> str:
-    """A short value, or else its type."""
+    """A value as text for an error: itself if it is short, otherwise its type."""
     return repr(value) if value is None or isinstance(value, (str, float)) else type(value).__name__
 
 
 def short(dtype: object) -> str:
-    """ "float32" for torch.float32."""
+    """The name of a dtype for errors, such as "float32" for torch.float32."""
     return str(dtype).removeprefix("torch.")
 
 
 def either(dtypes: Sequence[torch.dtype]) -> str:
-    """ "float16 or bfloat16" for these."""
+    """The dtypes as text for an error, such as "float16 or bfloat16"."""
     return " or ".join(map(short, dtypes))

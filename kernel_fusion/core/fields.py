@@ -1,6 +1,6 @@
-"""Dataclasses that cross to C++ as rows of integers; backends/cuda/headers.py writes the structs.
+"""Dataclasses that cross to C++ as rows of integers. backends/cuda/headers.py writes the C++ structs.
 
-A field's annotation is its kind: int, bool, `Names`, a tuple of these, or such a dataclass.
+The annotation of a field is its kind: int, bool, `Names`, a tuple of these, or another such dataclass.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 
 
 class Names(NamedTuple):
-    """An enumeration; a name's position is its code.
+    """An enumeration. The code of a name is its position.
 
     Attributes:
-        cpp: its name in C++, or None.
-        enumerators: the names in C++, if different.
-        optional: whether None has a code, -1.
+        cpp: the name of the enumeration in C++, or None.
+        enumerators: the names in C++, if they differ from those in Python.
+        optional: whether None is allowed; its code is -1.
     """
 
     cpp: str | None
@@ -27,30 +27,30 @@ class Names(NamedTuple):
     optional: bool = False
 
     def code(self, name: str | None) -> int:
-        """A name's code."""
+        """The code of a name."""
         return -1 if name is None else self.names.index(name)
 
     def name(self, code: int) -> str | None:
-        """A code's name."""
+        """The name that has this code."""
         return None if code < 0 else self.names[code]
 
     def enumerator(self, name: str | None) -> str:
-        """ "kFromTanh" for "from_tanh"."""
+        """The enumerator of a name in C++, such as "kFromTanh" for "from_tanh"."""
         if name is None:
             return "kAbsent"
         return constant(self.enumerators[self.code(name)] if self.enumerators else name)
 
     def literal(self, name: str | None) -> str:
-        """A name as C++ writes it."""
+        """A name as an expression in C++."""
         return f"{self.cpp}::{self.enumerator(name)}" if self.cpp else str(self.code(name))
 
 
-# Kernel launches, by kind, that the extension counts.
+# The kinds of kernels whose launches the extension counts.
 COUNTERS = Names("Counter", ("cpu_forward", "cpu_backward", "cuda_launch"))
 
 
 class Several(NamedTuple):
-    """Fields of one kind; `tuple[int, int]` is short for two."""
+    """A number of fields of one kind. `tuple[int, int]` means the same as two of int."""
 
     kind: Any
     length: int
@@ -62,20 +62,20 @@ def is_struct(kind: Any) -> bool:
 
 
 def constant(name: str) -> str:
-    """ "kAlignedPositions" for "aligned_positions"."""
+    """The name of a constant in C++, such as "kAlignedPositions" for "aligned_positions"."""
     return "k" + "".join(word[0].upper() + word[1:] for word in name.split("_"))
 
 
 @cache
 def kinds(owner: type) -> dict[str, Any]:
-    """Each field's kind, in order."""
+    """The kind of each field of a dataclass, in order."""
     hints = get_type_hints(owner, include_extras=True)
     return {field.name: _kind(hints[field.name]) for field in dataclasses.fields(owner)}
 
 
 @cache
 def marks(owner: type) -> dict[str, Any]:
-    """Annotations' further marks."""
+    """What `Annotated` adds to the annotation of a field, for the fields that have it."""
     found = {}
     for name, hint in get_type_hints(owner, include_extras=True).items():
         args = get_args(hint)
@@ -97,7 +97,7 @@ def _kind(hint: Any) -> Any:
 
 
 def numbers(kind: Any, value: Any) -> list[int]:
-    """A value's integers; `kind` may be a base class."""
+    """The integers that stand for a value of this kind. The kind may be a base class of the value's class."""
     if is_struct(kind):
         return [n for name, each in kinds(kind).items() for n in numbers(each, getattr(value, name))]
     if isinstance(kind, Several):
@@ -106,7 +106,7 @@ def numbers(kind: Any, value: Any) -> list[int]:
 
 
 def read(kind: Any, row: Iterator[int]) -> Any:
-    """The next integers' value."""
+    """The value of this kind that the next integers of `row` stand for."""
     if is_struct(kind):
         return kind(**{name: read(each, row) for name, each in kinds(kind).items()})
     if isinstance(kind, Several):
@@ -115,18 +115,18 @@ def read(kind: Any, row: Iterator[int]) -> Any:
 
 
 def count(kind: Any) -> int:
-    """How many integers."""
+    """How many integers a value of this kind takes."""
     if is_struct(kind):
         return sum(map(count, kinds(kind).values()))
     return kind.length * count(kind.kind) if isinstance(kind, Several) else 1
 
 
 def literal(kind: Any, value: Any) -> str:
-    """A value as C++ writes it."""
+    """A value of this kind as an expression in C++."""
     return kind.literal(value) if isinstance(kind, Names) else str(int(value))
 
 
 def constants(of: Any, *names: str) -> dict[str, str]:
-    """Such as {"kVec": "8", "kCombine": "kf::Combine::kAdd"}."""
+    """Fields as constants of C++, such as {"kVec": "8", "kCombine": "kf::Combine::kAdd"}."""
     values = {constant(name): literal(kinds(of.__class__)[name], getattr(of, name)) for name in names}
     return {name: f"kf::{value}" if "::" in value else value for name, value in values.items()}

@@ -1,7 +1,7 @@
 """Groups of rows that share weight, bias and the residual's gate.
 
-Two numbers describe them: they are neighbours, or at equal distances. So dimensions that the parameters have, and those
-along which they broadcast, must not alternate.
+The rows of a group are neighbours, or lie at equal distances, so two numbers describe all groups. For that, the
+dimensions that the parameters have must not alternate with those along which they broadcast.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Groups:
-    """Row r is of group r // inner % count."""
+    """Row r belongs to group r // inner % count."""
 
     count: int = 1
     inner: int = 1
 
     @property
     def step(self) -> int:
-        """From a group's row to its next."""
+        """The distance from a row to the next row of its group."""
         return self.count if self.inner == 1 else 1
 
 
 def groups_of(input: Sequence[int], parameter: Sequence[int], num_dims: int) -> Groups | None:
-    """The groups of an input's rows; None where dimensions alternate.
+    """The groups of an input's rows, from the shapes of input and parameter; None if dimensions alternate.
 
-    Both shapes have `num_dims` normalised dimensions.
+    The last `num_dims` dimensions of both shapes are the normalised ones.
     """
     leading = list(input[: len(input) - num_dims])
     own = [1] * (len(input) - len(parameter)) + list(parameter[: len(parameter) - num_dims])
-    # Whether parameters have each dimension of several rows; a tracer's comparison is no bool.
+    # Whether the parameters have each dimension in which there are several rows. A tracer's comparison is no bool.
     has = [(bool(size != 1), rows) for size, rows in zip(own, leading, strict=True) if rows != 1]
     if sum(a != b for (a, _), (b, _) in pairwise(has)) > 1:
         return None
@@ -45,7 +45,7 @@ def groups_of(input: Sequence[int], parameter: Sequence[int], num_dims: int) -> 
 
 
 def laid_out(input: Sequence[int], parameters: Sequence[Tensor | None], num_dims: int) -> list[Tensor | None]:
-    """Views of the parameters in the least common shape that has groups."""
+    """Views of the parameters, broadcast to the smallest common shape for which the rows have groups."""
     shapes = [(1,) * (len(input) - p.dim()) + tuple(p.shape) for p in parameters if p is not None]
     shape = [next((size for size in sizes if size != 1), 1) for sizes in zip(*shapes, strict=True)]
     while groups_of(input, shape, num_dims) is None:

@@ -1,4 +1,4 @@
-"""Specs and accesses of all but the row norms (core/spec.py)."""
+"""The specs and accesses of all operations except the row norms, which are in core/spec.py."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from kernel_fusion.core.spec import VECTOR_BYTES, Activation, ByX, Dtype
 _BY_PRECISION = ("bf16", "f16", "f32", "f64")
 
 Combine = Annotated[str, Names("Combine", ("first", "add", "mul", "gate"))]
-# How an operand is read: in order; by rows that are contiguous, repeat an element or have a stride; or element by
-# element, which only plans say.
+# How an operand is read: in order; by rows that are contiguous, that repeat one element or that have a stride; or
+# element by element, which only plans decide.
 Mode = Annotated[str, Names("Mode", ("linear", "vector", "broadcast", "strided", "gather"))]
-# The terms of a sum.
+# The function of an element that a reduction sums.
 Map = Annotated[str, Names("Map", ("square", "abs", "none"))]
 
 
 @dataclass(frozen=True)
 class PointwiseSpec:
-    """y = dropout(scale * f(a, b)), or its gradients.
+    """y = dropout(scale * f(a, b)), or the gradients of a and b.
 
     Attributes:
-        a, b: dtypes. Backward's a may be `BITS` of the slope, its b the row that da is summed to.
-        da, db: dtypes, if wanted.
-        bits: whether forward writes them.
+        a, b: dtypes. In backward, a may be `BITS` that say the slope, and b the row to which da is summed.
+        da, db: the dtypes of the gradients, or None if they are not wanted.
+        bits: whether forward writes bits that say the slope.
     """
 
     combine: Combine
@@ -48,13 +48,13 @@ class PointwiseSpec:
 
     @property
     def result(self) -> str:
-        """The results' most precise dtype."""
+        """The most precise dtype of the results."""
         return max(filter(None, (self.y, self.da, self.db)), key=_BY_PRECISION.index)
 
 
 @dataclass(frozen=True)
 class Operand:
-    """How an operand meets the iteration; bytes of alignment."""
+    """How an operand is addressed in the iteration, and its alignment in bytes."""
 
     mode: Mode = "linear"
     align: int = VECTOR_BYTES
@@ -65,16 +65,16 @@ Operands = Annotated[tuple[Operand, ...], Several(Operand, 5)]
 
 @dataclass(frozen=True)
 class PointwiseAccess:
-    """How pointwise operands lie.
+    """How the operands of a pointwise chain lie in memory.
 
     Attributes:
-        dims: dimensions that address some operand.
-        vec: elements in the largest vector of the widest operand.
-        operands: y or da; db or written bits; dy; a or read bits; b.
-        lanes: threads along a row of whole vectors that db sums over, or 0.
-        aligned_positions: whether dropout's positions in vectors start at a multiple of vec.
-        divisor: the largest power of two that divides rows without whole vectors, or 0.
-        repeats: whether caches then hold all non-linear operands.
+        dims: the number of dimensions that are needed to address the operands.
+        vec: the number of elements in the largest vector of the widest operand.
+        operands: y or da; db or the bits that are written; dy; a or the bits that are read; b.
+        lanes: the number of threads along a row of whole vectors, if db is a sum over rows, else 0.
+        aligned_positions: whether the number that dropout gives to the first element of a vector is a multiple of vec.
+        divisor: the largest power of two that divides rows, if they do not consist of whole vectors, else 0.
+        repeats: whether all operands that are not read in order repeat elements, so that caches hold them.
     """
 
     dims: int = 1
@@ -88,7 +88,7 @@ class PointwiseAccess:
 
 @dataclass(frozen=True)
 class ReduceSpec:
-    """out = factor * sum of map(in)."""
+    """out = factor * sum of map(in) over rows or columns."""
 
     map: Map
     input: Dtype
@@ -98,12 +98,13 @@ class ReduceSpec:
 
 @dataclass(frozen=True)
 class ReduceAccess:
-    """How a reduction reads.
+    """How a reduction reads its input.
 
     Attributes:
-        vec, lanes, threads: for columns: elements per vector, threads along and of a block. 0 for rows.
-        capacity: vectors per chunk of a row, rounded up to a power of two.
-        nested: whether two coordinates address a row.
+        vec, lanes, threads: for sums over columns, the elements of a vector, and a block's threads along the columns
+            and in all. They are 0 for sums over rows.
+        capacity: the number of vectors in a chunk of a row, rounded up to a power of two.
+        nested: whether two coordinates are needed to address a row.
     """
 
     vec: int = 0
@@ -143,9 +144,10 @@ class SoftmaxBwdSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class RotarySpec(ByX):
-    """Heads of `cols` columns, of which `half` pairs turn; `rounds` products; `backward` the other way.
+    """The rotation of heads of `cols` columns, of which `half` pairs are rotated.
 
-    After a `norm` with weights, perhaps an `offset`; `sums` are their gradients.
+    `rounds` says whether products are rounded, `backward` whether the angles are negative. If `norm` is set, heads are
+    normalised before, with weights and perhaps an `offset`; `sums` says whether backward sums the weights' gradients.
     """
 
     x: Dtype = "f32"
@@ -164,7 +166,7 @@ class RotarySpec(ByX):
 
 @dataclass(frozen=True)
 class RotaryAccess:
-    """How all lie; a token's threads; bytes of a position, or 0."""
+    """How the tensors lie, the number of threads for a token, and the bytes of a position (0 without positions)."""
 
     vec: int = 1
     threads: int = 32
@@ -203,7 +205,7 @@ class SoftmaxAccess:
 
 @dataclass(frozen=True)
 class QuantizeSpec(ByX):
-    """Codes of x, or of activation(x) * other."""
+    """The codes of x, or of activation(x) * other."""
 
     cols: int
     x: Dtype
@@ -214,7 +216,7 @@ class QuantizeSpec(ByX):
 
 @dataclass(frozen=True)
 class QuantizeAccess:
-    """How x and other lie."""
+    """How x and `other` lie."""
 
     x: RowAccess = RowAccess()
     other: RowAccess = RowAccess()

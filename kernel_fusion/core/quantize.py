@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kernel_fusion.core.fields import Names
 
-# No code is -128.
+# int8 is symmetric: -128 is no code.
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-# Columns that share a scale.
+# The number of columns that share a scale.
 BLOCK = 128
 
 _CODES = Names("CodeType", tuple(str(dtype).removeprefix("torch.") for dtype in LARGEST), optional=True)
@@ -22,7 +22,7 @@ Scales = Annotated[str, Names("Scales", ("given", "row", "block"))]
 
 @dataclass(frozen=True)
 class Codes:
-    """The results of a kernel that quantises v: codes, their scales, and v too if it `keeps` it."""
+    """What a kernel that quantises v shall write: codes of this dtype, their scales and, if `keeps` is true, v too."""
 
     code: Annotated[str, _CODES] | None = None
     scales: Scales = "given"
@@ -67,7 +67,7 @@ class Quantize:
     unquantized: bool = False
 
     def __post_init__(self) -> None:
-        """Raise if arguments do not fit."""
+        """Raise if the arguments do not go together."""
         if self.dtype not in LARGEST:
             choices = " or ".join(map(str, LARGEST))
             raise ValueError(f"`Quantize`: `dtype` must be {choices}, got {self.dtype}")
@@ -85,7 +85,7 @@ class Quantize:
 
     @property
     def block(self) -> int:
-        """Columns that share a scale; 0 for a row, or a given scale."""
+        """The number of columns that share a scale; 0 if a row has one scale, or the scale is given."""
         return self.per if isinstance(self.per, int) else 0
 
 
@@ -101,12 +101,12 @@ def _check_scale(scale: Tensor) -> None:
 
 
 def num_scales(cols: int, block: int) -> int:
-    """Scales of a row."""
+    """The number of scales of a row."""
     return -(-cols // block) if block else 1
 
 
 def empty_scales(like: Tensor, block: int) -> Tensor:
-    """Memory for the rows of `like`: (*, 1), or (*, blocks) column by column, as matrix products take them."""
+    """Memory for the scales of rows: (*, 1), or (*, blocks) stored column by column, as matrix products read them."""
     leading: Sequence[int] = like.shape[:-1]
     if not block:
         return like.new_empty((*leading, 1), dtype=torch.float32)

@@ -1,7 +1,7 @@
-"""The rotary embedding's arguments: what is right, what kernels take, a result's layout.
+"""The arguments of the rotary embedding: which are right, which of them kernels take, and the layout of results.
 
-Query (B, L, H, D) and optionally key (B, L, H', D); weights (D,) of the norm; cos and sin (B or 1, L, R / 2), or tables
-(1, M, R / 2) whose rows positions (B or 1, L) choose. R, `rotary_dim`, is at most D.
+There is a query (B, L, H, D) and perhaps a key (B, L, H', D); the norm's weights have the shape (D,). cos and sin are
+(B or 1, L, R / 2), or tables (1, M, R / 2) whose rows positions (B or 1, L) choose. R, `rotary_dim`, is at most D.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _POSITIONS = (torch.int32, torch.int64)
 
 
 class Rotary(NamedTuple):
-    """The operator's arguments; without `eps` there is no norm."""
+    """The arguments of the operator. If `eps` is None, there is no norm."""
 
     query: Tensor
     key: Tensor | None
@@ -34,18 +34,18 @@ class Rotary(NamedTuple):
 
     @property
     def half(self) -> int:
-        """R / 2 pairs are rotated."""
+        """The number of pairs that are rotated, R / 2."""
         return self.cos.shape[-1]
 
     @property
     def heads(self) -> tuple[tuple[str, Tensor, Tensor | None], ...]:
-        """Query and key by name, with their weights."""
+        """The name, tensor and weight of the query and, if there is one, of the key."""
         query, key = ("query" if self.eps is not None else "input", self.query, self.query_weight), self.key
         return (query,) if key is None else (query, ("key", key, self.key_weight))
 
 
 def problem(c: Rotary) -> str | None:
-    """The problem, to follow the verb's name, or None."""
+    """What is wrong with the arguments, as the end of an error text that begins with the function's name, or None."""
     return _heads_problem(c) or _table_problem(c) or _positions_problem(c) or _weights_problem(c)
 
 
@@ -116,12 +116,12 @@ def _weights_problem(c: Rotary) -> str | None:
 
 
 def served_by_kernels(c: Rotary) -> bool:
-    """Whether arguments are right, with work for kernels."""
+    """Whether the arguments are right and there is anything for a kernel to do."""
     return problem(c) is None and c.query.numel() > 0 and (c.key is None or c.key.numel() > 0) and c.half > 0
 
 
 def result_like(x: Tensor) -> Tensor:
-    """A dense result in the order of `x`'s strides, with contiguous columns."""
+    """An uninitialised result without gaps, its dimensions in the order of x's strides, its columns contiguous."""
     like = torch.empty_like(x)
     if like.stride(-1) == 1 or like.shape[-1] == 1:
         return like
@@ -129,9 +129,9 @@ def result_like(x: Tensor) -> Tensor:
 
 
 def rounds_to(c: Rotary, weight: Tensor | None) -> tuple[bool, bool]:
-    """Whether rounding "hf" rounds the product with the weight, and the rotation's result.
+    """Whether rounding "hf" rounds the product with the weight, and whether it rounds the products with cos and sin.
 
-    The type is the promoted one of all factors, or the compute type.
+    A product has the promoted type of its factors. It is not rounded if that is the compute type.
     """
     dtype = c.query.dtype
     if c.rounding != "hf" or dtype not in (torch.float16, torch.bfloat16):

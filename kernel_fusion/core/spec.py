@@ -1,8 +1,8 @@
 """Specs say what is computed; a spec is a kernel's compile key.
 
-An access beside it says how a call's tensors lie; C++ has both as structs (core/fields.py). Neither has the number of
-rows, so a new batch size compiles nothing and changes no bits. Only norms have a length: elsewhere, decoding brings a
-new one at every step.
+Beside a spec, an access says how the tensors of a call lie in memory. C++ has both as structs (core/fields.py). Neither
+holds the number of rows, so a new batch size compiles nothing and changes no bits. Only the specs of norms hold the
+length of rows: other operations meet a new length at every step of decoding.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kernel_fusion.core.activations import CODES, IDENTITY
 from kernel_fusion.core.fields import Names, marks
 from kernel_fusion.core.quantize import NO_CODES, Codes
 
-# Kernels also have booleans, and bits, eight to a byte.
+# Kernels also read booleans, and bits of which a byte holds eight.
 DTYPES = ("f16", "bf16", "f32", "f64")
 BOOLEAN, BITS = "b8", "b1"
 ITEMSIZE = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}
@@ -30,33 +30,34 @@ Dtype = Annotated[str, _DTYPES]
 Activation = Annotated[str, Names(None, tuple(CODES))]
 _Direction = Literal["inference", "forward", "backward", "backward_weight"]
 Direction = Annotated[_Direction, Names("Direction", get_args(_Direction))]
-# "hf" rounds as Hugging Face's norms: n to its own dtype, its product with the weight to the promoted one.
+# "hf" rounds as the norms of Hugging Face do: the normalised value to its own dtype, then its product with the weight
+# to the promoted dtype of both.
 ROUNDINGS = ("once", "hf")
 Rounding = Annotated[str, Names("Rounding", ROUNDINGS)]
 Dropout = Annotated[bool, bool, "dropout"]
-# A tensor of the input's shape; its options' names begin with its name.
+# A row: a tensor of the input's shape. The names of a row's options begin with its own name.
 Row = Annotated[str, _DTYPES, "row"]
-# A tensor of the weight's shape.
+# A vector: a tensor of the weight's shape.
 Vector = Annotated[str, _DTYPES, "vector"]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """ "bf16" for torch.bfloat16."""
+    """The short name of a dtype, such as "bf16" for torch.bfloat16."""
     return _NAMES[dtype]
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """torch.bfloat16 for "bf16"."""
+    """The dtype that has this short name."""
     return _TORCH[name]
 
 
 def rounding_for(rounding: str, dtype: torch.dtype) -> str:
-    """ "once" instead of "hf" for compute types."""
+    """The rounding that matters for a dtype: "hf" is the same as "once" for the dtypes that norms compute in."""
     return rounding if dtype in (torch.float16, torch.bfloat16) else "once"
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64, else float32."""
+    """The dtype that kernels compute in: float64 for float64, otherwise float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -65,10 +66,10 @@ class Stages:
     """The stages around a norm.
 
     Attributes:
-        gate: a factor, whose gradient is computed as the other row's.
-        gate_first: the factor of x, not of the norm.
-        grouped: rows share weight and bias (core/groups.py).
-        residual_gate: a factor after dropout, before a residual; grouped.
+        gate: a row whose activation multiplies the norm. Its gradient takes the place of the residual's.
+        gate_first: whether the gate multiplies x instead of the norm.
+        grouped: whether groups of rows have weights and biases of their own (core/groups.py).
+        residual_gate: a vector that multiplies what is added to the residual; it has the groups of the weight.
     """
 
     pre_activation: Activation = IDENTITY
@@ -83,63 +84,63 @@ class Stages:
 
     @property
     def any(self) -> bool:
-        """Whether there is a stage; rounding and groups are none."""
+        """Whether there is a stage. Another rounding is no stage, and neither are groups."""
         return any(getattr(self, f.name) != f.default for f in fields(Stages) if f.name not in ("rounding", "grouped"))
 
     @property
     def beside(self) -> str | None:
-        """The dtype of a stage's row."""
+        """The dtype of the row that a stage reads, or None."""
         return next((dtype for name in ROWS if (dtype := getattr(self, name)) is not None), None)
 
     @property
     def changes_x(self) -> bool:
-        """Whether a stage changes x before an addition."""
+        """Whether a stage changes x before the residual is added."""
         gated = self.gate_first or self.residual_gate is not None
         return self.dropout or self.pre_activation != IDENTITY or gated
 
     @property
     def follows(self) -> bool:
-        """Whether backward recomputes norm(x) * weight + bias."""
+        """Whether a stage follows norm(x) * weight + bias, so that backward computes that again."""
         there = (name for name in FOLLOWING if getattr(self, name) not in (None, IDENTITY))
         return any((unless := FOLLOWING[name]) is None or not getattr(self, unless) for name in there)
 
 
 ROWS = tuple(name for name, mark in marks(Stages).items() if mark == "row")
 VECTORS = tuple(name for name, mark in marks(Stages).items() if mark == "vector")
-# Stages after norm(x) * weight + bias, and an option that moves one to x.
+# The stages that follow norm(x) * weight + bias, and the option that moves one of them before the norm.
 FOLLOWING: dict[str, str | None] = {"activation": None, "gate": "gate_first"}
-# A row that goes with no residual and no stage, except these and its options.
+# Rows that go with no residual and no other stage, except the stages named here and their own options.
 ALONE = {"gate": ("rounding", "grouped")}
-# Verbs' prefixes.
+# The prefixes of the functions that have a stage.
 VERBS = {"residual": "add_", "gate": "gated_"}
 
 
 class ByX:
-    """A spec whose `x` decides what it computes in."""
+    """A spec whose field `x`, the dtype of the input, decides what the kernel computes in."""
 
     x: Dtype
 
     @property
     def acc(self) -> str:
-        """The type of sums."""
+        """The dtype of sums, as a short name."""
         return "f64" if self.x == "f64" else "f32"
 
 
 @dataclass(frozen=True)
 class RowNormSpec(Stages, ByX):
-    """One kernel of a norm.
+    """What one kernel of a norm computes.
 
     Attributes:
         direction: "inference" (y), "forward" (y, mean, rstd), "backward" (dx and sums), "backward_weight" (sums).
-        cols: N, the row length.
-        x, y, weight, bias: dtypes, of gradients too.
+        cols: N, the length of a row.
+        x, y, weight, bias: the dtypes of these tensors and of their gradients.
         grads: whether dx, dweight and dbias are wanted.
         residual: dtype of the residual and h, their sum.
-        dh: whether h has a gradient beside y's.
+        dh: whether h has a gradient of its own beside that of y.
         dresidual: whether the residual's or the gate's gradient is wanted.
-        dgate: the residual's gate's; needs dresidual, which a pass for sums reads.
+        dgate: whether the gradient of the residual's gate is wanted. It needs dresidual, which a pass for sums reads.
         one_row: whether a group is one row, so that its sums are the gradients.
-        codes: those that inference writes.
+        codes: the codes that inference writes instead of y, or None.
     """
 
     direction: Direction
@@ -160,19 +161,19 @@ class RowNormSpec(Stages, ByX):
 
     @property
     def has_stages(self) -> bool:
-        """Whether there is a stage or residual."""
+        """Whether there is a stage or a residual."""
         return self.residual is not None or self.any
 
     @property
     def row(self) -> str:
-        """The normalised row's type, in registers forward, in memory backward."""
+        """The dtype of the row to normalise: of registers in forward, of memory in backward."""
         if self.residual is not None:
             return self.residual
         return self.acc if self.changes_x and not self.direction.startswith("backward") else self.x
 
     @property
     def pre_x(self) -> str | None:
-        """The type of what backward reads beside it: a stage's row, or x for a slope or dgate."""
+        """The dtype of the row that backward reads beside it: a stage's row, or x for a slope or for dgate."""
         if self.beside is not None:
             return self.beside
         slope = self.grads[0] and self.pre_activation != IDENTITY
@@ -180,7 +181,7 @@ class RowNormSpec(Stages, ByX):
 
     @property
     def column_sums(self) -> tuple[bool, bool, bool]:
-        """Whether dweight, dbias, dgate are wanted."""
+        """Whether dweight, dbias and dgate are wanted."""
         return self.grads[1], self.grads[2], self.dgate
 
     def __str__(self) -> str:
@@ -198,12 +199,12 @@ class RowNormSpec(Stages, ByX):
 
 @dataclass(frozen=True)
 class Access:
-    """Rows' alignment in bytes, at most 16, and whether they need several strides.
+    """How the rows of each tensor lie: their alignment in bytes, at most 16, and whether they need several strides.
 
     Attributes:
-        y: in backward dy's.
-        weight: bias's and the residual gate's, too.
-        residual: a stage's row's; in backward dh's.
+        y: that of y, in backward that of dy.
+        weight: that of weight, bias and the residual's gate.
+        residual: that of the residual or a stage's row; in backward that of dh.
     """
 
     x: int = 16
@@ -220,7 +221,7 @@ class Access:
 
 @dataclass(frozen=True)
 class SumPartialsSpec:
-    """The finish of column sums; `cols` is 0 for all groups', whose number the kernel is told."""
+    """The kernel that adds partial rows of column sums. If `cols` is 0, it is told their number at run time."""
 
     cols: int
     acc: Dtype

@@ -1,4 +1,4 @@
-"""Operators' arguments for `Stages`. A name, flag or row is one argument, dropout is two."""
+"""The arguments by which operators take `Stages`. A name, flag or row is one argument; dropout is two, p and a seed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kernel_fusion.core.spec import ALONE, ROWS, VECTORS, Stages, dtype_name
 
 
 class Argument(NamedTuple):
-    """An operator's argument.
+    """An argument of an operator that says something about a stage.
 
     Attributes:
-        stage: its field of `Stages`.
-        default: an absent stage's.
-        kind: `Names`, or "row", "vector" or "seed" for a tensor, else None.
+        stage: the field of `Stages` that it decides.
+        default: the value if the stage is absent.
+        kind: `Names` for a name; "row", "vector" or "seed" for a tensor; None for a flag or number.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Argument(NamedTuple):
 
     @property
     def owner(self) -> str | None:
-        """The tensor without which this option is ignored."""
+        """The name of the tensor without which this option has no meaning, or None."""
         if self.type == "float":
             return "seed"
         return next((row for row in ROWS if self.name.startswith(f"{row}_")), None)
@@ -60,7 +60,7 @@ _tuple_of: Any = namedtuple  # type checkers cannot follow derived names
 
 
 class Given(_tuple_of("Given", [a.name for a in ARGUMENTS], defaults=[a.default for a in ARGUMENTS])):  # type: ignore[misc]
-    """Stage arguments, in order."""
+    """The values of all stage arguments, in the order of the operators."""
 
     __slots__ = ()
 
@@ -81,34 +81,34 @@ class NormCall(NamedTuple):
 
     @property
     def vectors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The tensors of a row's shape, or of groups'."""
+        """Weight, bias and the residual's gate: tensors of the shape of a row, or of one row per group."""
         return self.weight, self.bias, self.stages.residual_gate
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """One by one."""
+        """All arguments in one tuple, as the operator takes them."""
         return *self[:FIRST], *self.stages
 
 
-# Positions in `staged_row_norm`.
+# The positions of arguments in `staged_row_norm`.
 FIRST = NormCall._fields.index("stages")
 PLACES = {each.name: FIRST + i for i, each in enumerate(ARGUMENTS) if each.type == "Tensor?"}
 
 
 def norm_call(*args: Any) -> NormCall:
-    """The call with these arguments."""
+    """The call that these arguments of the operator make."""
     return NormCall(*args[:FIRST], Given(*args[FIRST:]))  # type: ignore[call-arg]
 
 
 def of_verb(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """An operator's arguments from a verb's; `seed` True stands for one."""
+    """The stage arguments of an operator, from those of a public function. A `seed` of True stands for any seed."""
     given = {each.name: each.default for each in ARGUMENTS}
     given |= {name: arguments[name] for name in given if arguments.get(name) is not None}
     return given | {"seed": True if given["dropout_p"] and arguments["training"] else None}
 
 
 def compiled_in(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments as fields of `Stages`."""
+    """The arguments as fields of `Stages`, for which kernels are compiled."""
     found = {}
     for each in ARGUMENTS:
         value = given.get(each.name, each.default)
@@ -124,7 +124,7 @@ def compiled_in(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def conflict(given: Mapping[str, Any], residual: object) -> tuple[str, str] | None:
-    """A given row, and an argument that does not go with it; `residual` is a tensor or True."""
+    """The names of a given row and of an argument that does not go with it, or None. `residual` is a tensor or True."""
     for row, goes_with in ALONE.items():
         if given.get(row) is None:
             continue
@@ -138,28 +138,28 @@ def conflict(given: Mapping[str, Any], residual: object) -> tuple[str, str] | No
 
 
 def lacks_residual(given: Mapping[str, Any], residual: object) -> bool:
-    """Whether a residual's gate is given alone."""
+    """Whether a gate of the residual is given without a residual."""
     return given.get("residual_gate") is not None and (residual is None or residual is False)
 
 
 def around(compiled: Mapping[str, Any]) -> bool:
-    """Whether these fields hold a stage."""
+    """Whether any of these fields of `Stages` is a stage."""
     return Stages(**{field.name: compiled[field.name] for field in fields(Stages)}).any
 
 
 def rows_in(dtype: torch.dtype, given: Given) -> Given:
-    """`given`, its tensors in this dtype."""
+    """The stage arguments, with their rows and vectors converted to this dtype."""
     rows = {name: getattr(given, name) for name in (*ROWS, *VECTORS)}
     changed: Given = given._replace(**{name: t.to(dtype) for name, t in rows.items() if t is not None})
     return changed
 
 
 def other_row(given: Given, residual: Tensor | None) -> Tensor | None:
-    """The given one of `ROWS`, or the residual."""
+    """The tensor of the input's shape beside the input: a stage's row, or the residual."""
     at = row_at(given)
     return residual if at is None else given[at]
 
 
 def row_at(given: Given) -> int | None:
-    """Its position, or None."""
+    """The position of the stage's row that is given, or None."""
     return next((i for i, each in enumerate(ARGUMENTS) if each.kind == "row" and given[i] is not None), None)
