@@ -1,6 +1,6 @@
-"""Compiles kernels with NVRTC, through cuda-core, for one architecture, with a disk cache.
+"""Compiles kernels for one architecture with NVRTC, through cuda-core, and keeps them in a disk cache.
 
-NVRTC comes with PyTorch's CUDA wheels, and kernels include only our headers: no GPU or CUDA toolkit is needed.
+NVRTC comes with PyTorch's CUDA wheels, and kernels include only our headers, so no GPU and no CUDA toolkit is needed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _log = logging.getLogger("kernel_fusion")
 
 @dataclass
 class Counters:
-    """Kernels that this process compiled or found on disk."""
+    """How many kernels this process compiled, and how many it found on disk."""
 
     compiled: int = 0
     from_disk: int = 0
@@ -63,12 +63,12 @@ def cubin(source: str, arch: int, name: str | None = None) -> bytes:
 
 
 def key(kind: str, source: str, arch: int, *more: str) -> str:
-    """A cache key: source, headers, options, and `more`."""
+    """The cache key of a source: a digest of the source, all headers, the compiler's options, and `more`."""
     return cache.digest(kind, source, str(arch), *_OPTIONS, _headers_digest(), *more)
 
 
 def compile_source(source: str, arch: int, *, verbose: bool = False, no_cache: bool = False) -> tuple[bytes, str]:
-    """Machine code and the compiler's log, with registers and spills if `verbose`.
+    """Compile `source`. Return the machine code and the compiler's log, which has registers and spills if `verbose`.
 
     `no_cache` keeps NVRTC from its own cache, to measure its time.
 
@@ -76,7 +76,7 @@ def compile_source(source: str, arch: int, *, verbose: bool = False, no_cache: b
         CompileError: NVRTC is missing or refuses the source.
     """
     try:
-        with _importing:  # another thread could see half of the package
+        with _importing:  # otherwise another thread could see a package that is half imported
             from cuda.core import Program, ProgramOptions
     except ImportError as error:
         raise CompileError(f"compiling CUDA kernels needs cuda-core (pip install cuda-core): {error}") from error
@@ -90,7 +90,7 @@ def compile_source(source: str, arch: int, *, verbose: bool = False, no_cache: b
             no_cache=no_cache or None,
         )
         code = Program(source, "c++", options).compile("cubin", logs=log).code
-    except Exception as error:  # cuda-core raises several unrelated types
+    except Exception as error:  # cuda-core raises errors of several unrelated types
         raise CompileError(f"NVRTC could not compile a kernel for sm_{arch}: {error}\n{log.getvalue()}") from error
     return bytes(code), log.getvalue()
 

@@ -12,9 +12,9 @@ class Device:
     """A device's properties.
 
     Attributes:
-        arch: 90 for sm_90.
+        arch: the architecture, such as 90 for sm_90.
         shared_bytes: the largest shared memory of a block.
-        name: the driver's, which tuned tables use; "" for an absent device.
+        name: the driver's name of the device, by which tuned tables know it; "" for a device that is not there.
     """
 
     arch: int
@@ -23,17 +23,17 @@ class Device:
 
     @property
     def has_clusters(self) -> bool:
-        """Whether a cluster's blocks can write to each other's shared memory."""
+        """Whether blocks can form clusters, whose blocks write to each other's shared memory."""
         return self.arch >= 90
 
     @property
     def has_dependent_launch(self) -> bool:
-        """Whether a kernel can start while the last one runs (kernels/vectors.cuh)."""
+        """Whether a kernel can start while the kernel before it runs (kernels/vectors.cuh)."""
         return self.arch >= 90
 
     @property
     def resident_threads(self) -> int:
-        """Threads of a multiprocessor."""
+        """The number of threads that a multiprocessor holds."""
         return 2048 if self.arch in (80, 90, 100) else 1536
 
     @staticmethod
@@ -44,7 +44,8 @@ class Device:
         return Device(properties.major * 10 + properties.minor, shared_bytes, properties.name)
 
 
-# Architectures without a device. Source: CUDA C++ Programming Guide, technical specifications.
+# The properties of architectures, for planning without a device. Source: CUDA C++ Programming Guide, technical
+# specifications.
 KNOWN_DEVICES = {
     arch: Device(arch, kilobytes * 1024)
     for arch, kilobytes in {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}.items()

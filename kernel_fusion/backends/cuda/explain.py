@@ -19,7 +19,7 @@ from kernel_fusion.core.stages import compiled_in, of_verb
 
 
 def plan_lines(verb: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    """The plans of a norm of contiguous tensors, forward and backward with all gradients; none of other verbs."""
+    """The plans of a norm of contiguous tensors, forward and backward with all gradients; no lines for others."""
     if not verb.endswith(("layer_norm", "rms_norm")):
         return ()
     input, out_dtype, shape = (arguments[name] for name in ("input", "out_dtype", "normalized_shape"))
@@ -43,7 +43,7 @@ def plan_lines(verb: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
     device, lines = Device.of(input.device.index), []
     for spec in specs[1:]:
         spec = replace(spec, bias=names["bias"], grads=(True, names["weight"] is not None, names["bias"] is not None))
-        # Both terms of a mere sum of one dtype share their gradient.
+        # The two terms of a sum without further steps and of one dtype share their gradient.
         spec = replace(spec, dresidual=spec.dresidual and (spec.changes_x or spec.residual != spec.x))
         users = users_table(device, spec.direction)
         plan, facts = planned(spec, planner.contiguous_access(spec), device, users)
@@ -52,7 +52,7 @@ def plan_lines(verb: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _origin(facts: Facts) -> str:
-    """The rule, and table values with their evidence."""
+    """Where a plan comes from: the rule, and values of tables with their evidence."""
     by_table: dict[str, list[str]] = {}
     for knob, row in facts.came_from.items():
         own = f"{path_of(facts.device.name)}: " if row in facts.users.get(knob, ()) else ""

@@ -1,6 +1,6 @@
-"""Writes the fields for C++: a header of names for host and device, and one of structs for the host.
+"""Writes two C++ headers from core/fields.py: the names, for host and device, and the structs, for the host.
 
-`python -m kernel_fusion.backends.cuda.headers` writes them to git; a test compares.
+`python -m kernel_fusion.backends.cuda.headers` writes the files that are in git; a test compares them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _inner(kind: Any) -> Any:
 
 
 def _structs(owner: Any) -> Iterator[Any]:
-    """A dataclass after those that its fields need."""
+    """The dataclasses that the fields of `owner` need, then `owner` itself."""
     for kind in map(_inner, kinds(owner).values()):
         if is_struct(kind):
             yield from _structs(kind)
@@ -91,7 +91,7 @@ def _constants(values: dict[str, int]) -> str:
 
 
 def texts() -> dict[Path, str]:
-    """The headers, by their paths."""
+    """The texts of the headers by their paths."""
     numbers = {spec: number for number, spec in enumerate(KERNELS)}
     keys = [_structs(owner) for spec, kernel in KERNELS.items() for owner in (spec, kernel.access)]
     structs = [*dict.fromkeys(each for owners in keys for each in owners), ReduceRule, Launch]

@@ -1,4 +1,7 @@
-"""The plan of a row norm, and makers of plans that read rows directly or stream them through shared memory."""
+"""The plan of a row norm's kernel, and functions that make plans.
+
+A plan reads rows directly from global memory, or streams them through shared memory.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +13,22 @@ from kernel_fusion.backends.cuda.tuned import Facts
 from kernel_fusion.core.fields import Names
 from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
 
-# Backward keeps these for all rows, in registers or shared memory.
+# The parameters that backward keeps for all rows that a block takes, in registers or shared memory.
 KeptParameters = Annotated[str, Names("KeptParameters", ("nothing", "weight", "both", "shared"))]
-# The place of column sums; "apart": a pass of their own, as of codes; "stored": of one row, they are the gradients.
+# The place of column sums. "apart" means that they, or codes, have a pass of their own; "stored" means that each row's
+# terms are gradients, so nothing is summed.
 KeptSums = Annotated[str, Names("KeptSums", ("none", "registers", "shared", "apart", "stored"))]
 
-SMALL_ROW_THREADS = 128  # of a block with several rows
+SMALL_ROW_THREADS = 128  # the threads of a block that takes several rows
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How a streamed plan's blocks keep together (kernels/pace.cuh).
+    """How the blocks of a streamed plan keep together (kernels/pace.cuh).
 
     Attributes:
-        tolerance: how far a block may be ahead, in quarters of a row per group.
-        least: with fewer rows per group, blocks do not wait.
+        tolerance: how far a block may be ahead of the others, in quarters of a row per group.
+        least: the number of rows per group from which on blocks wait for each other.
     """
 
     tolerance: int = 8
@@ -36,8 +40,9 @@ class Ring:
     """How rows pass through shared memory.
 
     Attributes:
-        slots: of a group of threads; 0 without.
-        helpers: warps without columns (kernels/row_stream.cuh): combiner, producer.
+        slots: the number of rows in shared memory per group of threads; 0 if rows do not pass through it.
+        helpers: the number of warps that have no columns: a combiner, or a combiner and a producer
+            (kernels/row_stream.cuh).
     """
 
     slots: int = 0
@@ -54,24 +59,25 @@ class Plan:
 
     kernel: str
     vec: int
-    lanes: int  # that share a row
-    warps: int  # of a row (kernels/tree.cuh)
-    center: int = 0  # a lane's first vectors, for LayerNorm's center (kernels/moments.cuh)
+    lanes: int  # the lanes that share a row
+    warps: int  # the warps that share a row (kernels/tree.cuh)
+    center: int = 0  # how many first vectors give LayerNorm's center (kernels/moments.cuh)
     cluster: int = 1
-    per_block: int = 1  # rows, or a weight pass's columns
-    min_blocks: int = 1  # per multiprocessor that registers allow
-    shared_bytes: int = 0  # dynamic
-    # Forward loads weight and bias "ahead", beside x; "early", before warps exchange sums; or later ("anew": looking up
-    # columns again). Backward loads the "next" row early, reads rows "again", or loops over "few" streamed rows.
+    per_block: int = 1  # the rows of a block, or the columns in a pass for weights
+    min_blocks: int = 1  # the blocks per multiprocessor for which registers must suffice
+    shared_bytes: int = 0  # the dynamic shared memory of a block
+    # Forward loads weight and bias "ahead", together with x; "early", before warps exchange sums; or later ("anew": and
+    # computes the columns again). Backward loads the "next" row early, reads rows "again", or has a loop for "few"
+    # streamed rows.
     variant: str = ""
-    batches: tuple[int, ...] = (1,)  # vectors at a time: of parameters; of a row read twice, each time
+    batches: tuple[int, ...] = (1,)  # the vectors taken at a time: of parameters, or in each reading of a row
     keeps: KeptParameters = "nothing"
-    unkept: int = 0  # last vectors whose weight is not kept in shared memory
+    unkept: int = 0  # the number of last vectors whose weight is not kept in shared memory
     sums: KeptSums = "none"
     ring: Ring = Ring()
-    shifted: bool = False  # store whole sectors (kernels/rows.cuh)
-    shares: int = 1  # warps of the tree that a warp executes
-    rows_ahead: int = 0  # a block brings the row this far ahead to L2, in calls of few rows
+    shifted: bool = False  # whether stores are shifted to whole sectors (kernels/rows.cuh)
+    shares: int = 1  # the number of the tree's warps that one warp executes
+    rows_ahead: int = 0  # in calls of few rows, a block brings the row this far ahead into L2
 
     @property
     def tiled(self) -> bool:
@@ -85,14 +91,14 @@ class Plan:
 
     @property
     def threads(self) -> int:
-        """Threads per block."""
+        """The threads of a block."""
         if self.tiled or self.kernel == "row_norm_bwd_weight":
             return SMALL_ROW_THREADS
         return self.per_block * self.lanes * self.warps // (self.cluster * self.shares) + 32 * self.ring.helpers
 
     @property
     def least_per_block(self) -> int:
-        """The fewest rows per block, so that few rows fill the device."""
+        """The fewest rows of a block, for calls of few rows, which then still fill the device."""
         return self.threads // self.lanes if self.tiled else self.per_block
 
     @property
@@ -102,11 +108,11 @@ class Plan:
 
     @property
     def splits(self) -> bool:
-        """Whether dweight and dbias, or codes, have a pass of their own."""
+        """Whether dweight and dbias, or codes, are made in a pass of their own."""
         return self.sums == "apart"
 
     def order(self, spec: RowNormSpec) -> tuple[object, ...]:
-        """The key of the order of sums; sums over rows also depend on how many blocks run."""
+        """What decides the order of sums within a row, as a key. Sums over rows also depend on how many blocks run."""
         row = self.vec, self.lanes, self.warps, self.center, self.resident
         if spec.direction != "backward" or not any(spec.column_sums):
             return row
@@ -134,23 +140,26 @@ class Plan:
 
 
 def direct_plan(kernel: str, tree: Tree, shared_by: int = SMALL_ROW_THREADS, **options: Any) -> Plan:
-    """Rows in registers, several among `shared_by` threads, or one in a block or cluster."""
+    """A plan that holds rows in registers: several in a block of `shared_by` threads, or one in a block or cluster."""
     per_block = shared_by // tree.lanes if tree.warps == 1 else 1
     return Plan(kernel, tree.vec, tree.lanes, tree.warps, cluster=tree.cluster, per_block=per_block, **options)
 
 
 def pace_of(facts: Facts, keeps: bool) -> Pace | None:
-    """The tables say, else `keeps`."""
+    """The pace that the tables give; without a row there, the usual one if `keeps` is true, else None."""
     return Pace(*facts.tuned("pace", (8, 15))) if facts.tuned("keeps_pace", keeps) else None
 
 
 def streamed_plan(facts: Facts, most: Ring, groups: int = 1, shared_bytes: int = 0, **options: Any) -> Plan | None:
-    """Rows through shared memory beside `shared_bytes`, or None if there is no room; `most` has the most slots."""
+    """A plan that streams rows through shared memory, or None if it has no room.
+
+    `most` has the largest number of slots; `shared_bytes` are needed for other things.
+    """
     spec, tree = facts.spec, facts.tree
     columns = 32 * tree.block_warps * tree.elements
     tensors = _streamed(spec, facts.access)
     slot_bytes = sum(ceil_div(columns * ITEMSIZE[t], 16) * 16 + (16 if align < 16 else 0) for t, align in tensors)
-    sums_bytes = groups * (32 * tree.warps + 256)  # at most: statistics, `Shared` of row_stream.cuh and pace.cuh
+    sums_bytes = groups * (32 * tree.warps + 256)  # the most for `Shared` of row_stream.cuh and pace.cuh
     slots = min(most.slots, (facts.device.shared_bytes - sums_bytes - shared_bytes) // (groups * slot_bytes))
     if slots < 2:
         return None
@@ -170,7 +179,7 @@ def streamed_plan(facts: Facts, most: Ring, groups: int = 1, shared_bytes: int =
 
 
 def _streamed(spec: RowNormSpec, access: Access) -> list[tuple[str, int]]:
-    """Types and alignments of the tensors in a slot."""
+    """The types and alignments of the tensors whose rows a slot holds."""
     if spec.direction != "backward":
         other = spec.residual or spec.beside
         return [(spec.x, access.x)] + ([(other, access.residual)] if other else [])

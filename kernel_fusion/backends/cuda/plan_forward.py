@@ -1,4 +1,4 @@
-"""The rule for the forward of row norms: candidates, best first; the last always fits."""
+"""The rule that plans forward row norms. It tries candidates, the best first; the last one always fits."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from kernel_fusion.backends.cuda.tree import MAX_BLOCK_WARPS, MAX_CLUSTER, Tree,
 from kernel_fusion.backends.cuda.tuned import Facts
 from kernel_fusion.core.spec import ITEMSIZE
 
-_THREAD_BYTES = 64  # of x: 4 loads in flight and 16 registers for the row
-_MAX_STREAMED_ELEMENTS = 32  # per thread, in 128 registers
-_MAX_HELD = 256  # of x, parameters and a stage's row, in 128 registers
-# Bytes of a block's rows, and elements per lane, whose weight and bias stay in registers (twice as many without).
+_THREAD_BYTES = 64  # the bytes of x per thread: 4 loads in flight, and 16 registers for the row
+_MAX_STREAMED_ELEMENTS = 32  # the elements per thread for which 128 registers suffice
+_MAX_HELD = 256  # the bytes of x, parameters and a stage's row for which 128 registers suffice
+# The bytes of a block's rows, and the elements per lane, for which weight and bias stay in registers. Without weight
+# and bias twice as many elements fit.
 _TILE_BYTES, _TILED_ELEMENTS, _MAX_TILED_WORDS = 17 * 2**10, 16, 192
 
 
@@ -24,7 +25,7 @@ def plan_forward(facts: Facts) -> Plan:
     vectors = center = ceil_div(facts.spec.cols, plan.vec * plan.lanes * plan.warps)
     if not plan.resident:
         center = min(vectors, plan.batches[0])
-    elif plan.ring.slots:  # a mean of fewer columns takes fewer additions
+    elif plan.ring.slots:  # the center is then the mean of fewer columns, which takes fewer additions
         center = ceil_div(vectors, 4 if plan.vec == 1 else 2)
     single = plan.vec == 1 and plan.per_block == 1 and plan.resident
     facts = facts.also(vectors=vectors, slots=plan.ring.slots, helpers=plan.ring.helpers)
@@ -44,7 +45,7 @@ def _candidates(facts: Facts) -> Iterator[Plan | None]:
     wide_beside = spec.beside is not None and ITEMSIZE[spec.beside] > facts.itemsize
     most = 24 if spec.changes_x and (spec.residual or wide_beside) else _MAX_STREAMED_ELEMENTS
     if tree.cluster > 1 and tree.elements <= most and spec.acc == "f32":
-        # x comes from shared memory, parameters from registers: only y requires shorter vectors.
+        # x comes from shared memory and parameters from registers, so only y may require shorter vectors.
         streamed = tree if spec.has_stages else tree.narrowed(spec.cols, (spec.y,))
         yield _streamed(facts.also(few_warps=False).of(streamed))
     yield _direct(facts.of(tree.narrowed(spec.cols, in_16_bytes)))
@@ -53,7 +54,8 @@ def _candidates(facts: Facts) -> Iterator[Plan | None]:
 def _tree(facts: Facts) -> Tree:
     spec, device = facts.spec, facts.device
     thread_bytes = facts.tuned("thread_bytes", _THREAD_BYTES)
-    # fp32 beyond a block takes twice as many, unless a cluster with twice the threads holds the row in full vectors.
+    # fp32 rows too long for a block take twice as many bytes per thread, unless a cluster with twice the threads holds
+    # the row in full vectors.
     blocks = facts.row_bytes / (MAX_BLOCK_WARPS * 32 * thread_bytes)
     spread = device.has_clusters and facts.vec * facts.itemsize == 16 and 2 < blocks <= MAX_CLUSTER
     if facts.itemsize == 4 and blocks > 1 and not spread:
@@ -61,7 +63,7 @@ def _tree(facts: Facts) -> Tree:
     preferred = facts.tuned("elements", 0)
     tree = spread_row(spec, device, thread_bytes, thread_bytes * 7 // 4, lambda _, elements: elements == preferred)
     if tree.cluster > 1 and tree.elements > _MAX_STREAMED_ELEMENTS and spec.acc == "f32":
-        return spread_row(spec, device, thread_bytes, most_bytes=thread_bytes)  # lets its blocks stream rows
+        return spread_row(spec, device, thread_bytes, most_bytes=thread_bytes)  # so its blocks can stream rows
     return tree
 
 
@@ -90,9 +92,9 @@ def _tiled(facts: Facts) -> Plan | None:
 
 
 def _few_warps(facts: Facts) -> Tree | None:
-    """Few warps with many elements each, for rows in narrow vectors that then stream faster.
+    """A tree of few warps with many elements each, for rows in narrow vectors, which then stream faster.
 
-    Four schedulers share warps evenly, and a warp's work per row costs as much as many elements.
+    Four schedulers should get equal numbers of warps, and a warp's fixed work per row costs as much as many elements.
     """
     cols, vec = facts.spec.cols, facts.vec
     for cluster, (warps, elements) in product((1, 2, 4, MAX_CLUSTER), facts.tuned("few_warps", ())):
@@ -109,7 +111,7 @@ def _streamed(facts: Facts) -> Plan | None:
 
 
 def _one_block(facts: Facts, tree: Tree) -> Tree:
-    """The tree of a row that one block reads twice."""
+    """The tree of a row that one block reads twice, because it does not fit into registers."""
     slots = ceil_div(facts.spec.cols, 32 * tree.vec)
     each = ceil_div(slots, MAX_BLOCK_WARPS if facts.itemsize == 2 else 2 * MAX_BLOCK_WARPS)
     return Tree(tree.vec, 32, ceil_div(slots, each), 1, each)
@@ -117,32 +119,32 @@ def _one_block(facts: Facts, tree: Tree) -> Tree:
 
 def _read_twice(facts: Facts, tree: Tree) -> Plan:
     plan = direct_plan("row_norm_fwd_long", tree, batches=_batches(tree))
-    # Unaligned rows need more registers than 1024 threads have.
+    # Unaligned rows need more registers than a block of 1024 threads has for each.
     aligned = facts.access.x >= tree.vec * facts.itemsize
     return replace(plan, min_blocks=max(1, 1024 // plan.threads) if aligned else 1)
 
 
 def _direct(facts: Facts) -> Plan:
-    """Rows in registers or, without room, read again."""
+    """A plan that holds rows in registers or, if there is no room, reads them twice."""
     tree, itemsize, elements = facts.tree, facts.itemsize, facts.tree.elements
-    # Many parameters beside x cost threads, as in fp16 and bf16 rows of 16 warps.
+    # Many parameters beside x cost resident threads, as in fp16 and bf16 rows of 16 warps.
     ahead = facts.tuned("ahead", _loads_ahead(facts)) and not (itemsize == 2 and tree.warps == MAX_BLOCK_WARPS)
     bound = facts.also(ahead=ahead).tuned("bound", False)
     plan = direct_plan("row_norm_fwd", tree, facts.tuned("threads", SMALL_ROW_THREADS))
     plan = replace(plan, min_blocks=max(1, 1024 // plan.threads) if bound else 1)
-    # Stages may widen the row. Single elements take a register each.
+    # Stages may widen the row in registers. Single elements take a register each.
     held = max(itemsize, 4) if tree.vec == 1 else itemsize
     if elements * held > 2 * _THREAD_BYTES or elements * ITEMSIZE[facts.spec.row] > 3 * _THREAD_BYTES:
         return replace(plan, kernel="row_norm_fwd_long", batches=_batches(tree))
     facts = facts.also(bound=bound, registers=2**16 // (plan.min_blocks * plan.threads))
     together = max(1, min(8, facts.tuned("parameters", 16) // tree.vec))
-    later = facts.tuned("variant", "") if tree.warps > 1 else ""  # than a step of the exchange between warps
+    later = facts.tuned("variant", "") if tree.warps > 1 else ""  # later than a step of the exchange between warps
     rows_ahead = facts.tuned("rows_ahead", 0)
     return replace(plan, variant="ahead" if ahead else later, batches=(together,), rows_ahead=rows_ahead)
 
 
 def _loads_ahead(facts: Facts) -> bool:
-    """Whether there are registers for parameters beside x; a stage's row comes first."""
+    """Whether registers suffice to load parameters together with x. A stage's row goes before them."""
     spec, elements = facts.spec, facts.tree.elements
     if spec.beside is None or spec.changes_x:
         return elements <= 16
@@ -151,9 +153,9 @@ def _loads_ahead(facts: Facts) -> bool:
 
 
 def _batches(tree: Tree) -> tuple[int, int]:
-    """Vectors at a time in a row's first and second reading.
+    """How many vectors are loaded at a time in the first and in the second reading of a row.
 
-    The first batch is at least a ninth of the row, or 16 vectors: their mean must be a fair center.
+    The first batch is at least a ninth of the row, or 16 vectors, because its mean must be a fair center.
     """
     first, second = (16, 8) if tree.vec == 1 else (6, 4)
     fair = min(16, ceil_div(tree.vectors, 9))
@@ -161,6 +163,6 @@ def _batches(tree: Tree) -> tuple[int, int]:
 
 
 def _even(vectors: int, most: int) -> int:
-    """The largest divisor of `vectors` up to `most`, or `most` if that divisor is below its half."""
+    """The largest divisor of `vectors` that is at most `most`, or `most` if that divisor is less than half of it."""
     even = max(n for n in range(1, most + 1) if vectors % n == 0)
     return even if 2 * even >= min(most, vectors) else most

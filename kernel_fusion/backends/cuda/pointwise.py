@@ -1,4 +1,4 @@
-"""Pointwise kernels: plans and sources (kernels/pointwise*.cuh)."""
+"""The plans and sources of pointwise kernels (kernels/pointwise*.cuh)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from kernel_fusion.core.fields import constants
 from kernel_fusion.core.other_specs import Operand, Operands, PointwiseAccess, PointwiseSpec
 from kernel_fusion.core.spec import BITS, ITEMSIZE, VECTOR_BYTES
 
-_THREADS = 128  # larger blocks are slower, smaller ones too short
-# Twice as many for fp16 and bf16 dropout and gathered operands, unless a single row meets all others.
+_THREADS = 128  # larger blocks are slower, and so are smaller ones
+# A block has twice as many threads for dropout of fp16 and bf16 and for gathered operands, unless a single row meets
+# all others.
 _BYTES_IN_FLIGHT = 32
 _MIN_UNROLL, _MAX_UNROLL = 2, 4
-# 128 registers hold everything in flight. Gradients of both factors with dropout need 168.
+# 128 registers hold all loads in flight. The gradients of both factors with dropout need 168.
 _MIN_BLOCKS, _MIN_BLOCKS_OF_PRODUCTS = 4, 2
-# fp16 and bf16 dropout waits for arithmetic: 64 registers, enough for simple addresses, allow twice the warps.
+# Dropout of fp16 and bf16 waits for arithmetic, so twice as many warps help. 64 registers allow them, and suffice for
+# simple addresses.
 _MIN_BLOCKS_OF_NARROW_DROPOUT = 8
 _CONTIGUOUS = ("linear", "vector")
 
@@ -26,9 +28,9 @@ class PointwisePlan(Launch):
     """How a pointwise kernel runs.
 
     Attributes:
-        vec: elements per vector.
-        operands: how operands meet these vectors.
-        unroll: vectors, or rows of columns, per operand at a time.
+        vec: the elements of a vector.
+        operands: how each operand is read or written by these vectors.
+        unroll: how many vectors (for sums over rows, rows) of each operand are in flight.
     """
 
     vec: int
@@ -37,15 +39,15 @@ class PointwisePlan(Launch):
 
 
 def plan(spec: PointwiseSpec, access: PointwiseAccess, device: Device) -> PointwisePlan:
-    """Enough vectors per thread to keep memory busy; fewer with several operands."""
+    """Plan a kernel. A thread takes enough vectors to keep memory busy, and fewer of them with several operands."""
     access = _by_vectors(spec, access)
     vec, operands, min_blocks = access.vec, access.operands, _min_blocks(spec, access)
     if access.lanes:
         per_block = access.lanes * vec
         return PointwisePlan(vec, operands, _MAX_UNROLL, threads=_THREADS, per_block=per_block, min_blocks=min_blocks)
-    dtypes = (spec.dy, None if spec.a == BITS else spec.a, spec.b)  # bits add next to nothing
+    dtypes = (spec.dy, None if spec.a == BITS else spec.a, spec.b)  # bits are few bytes
     read = [(t, operand) for t, operand in zip(dtypes, operands[2:], strict=True) if t]
-    # Others are mostly repeated and cached.
+    # Other operands mostly repeat elements and are cached.
     linear = [t for t, operand in read if operand.mode == "linear"] or [t for t, _ in read]
     narrow_dropout = spec.dropout and ITEMSIZE[spec.result] == 2
     has_more_to_do = narrow_dropout or (access.dims > 1 and not _has_simple_addresses(spec, access))
@@ -57,7 +59,7 @@ def plan(spec: PointwiseSpec, access: PointwiseAccess, device: Device) -> Pointw
 
 
 def _by_vectors(spec: PointwiseSpec, access: PointwiseAccess) -> PointwiseAccess:
-    """Rows without whole vectors are gathered if caches help, else vectors are smaller."""
+    """The access by vectors. Rows of no whole vectors are gathered if caches help; otherwise vectors are smaller."""
     if not access.divisor:
         return access
     if access.repeats:
@@ -81,7 +83,7 @@ def _has_simple_addresses(spec: PointwiseSpec, access: PointwiseAccess) -> bool:
 
 def _min_blocks(spec: PointwiseSpec, access: PointwiseAccess) -> int:
     if spec.acc == "f64":
-        return 1  # it takes what it needs
+        return 1  # the kernel may take as many registers as it needs
     if not spec.dropout:
         return _MIN_BLOCKS
     if spec.dy is not None:
@@ -97,7 +99,8 @@ def source(spec: PointwiseSpec, access: PointwiseAccess, plan: PointwisePlan) ->
     dtypes = (spec.da if backward else spec.y, BITS if spec.bits else spec.db, spec.dy, spec.a, spec.b)
     types: dict[str, str | None] = {name: dtype for name, dtype in zip(names, dtypes, strict=True) if name}
     types |= {"Acc": spec.acc, "Result": spec.result}
-    # Rows of several dimensions are whole vectors, unless gathered. Whole warps run past the end to write bits.
+    # Rows of several dimensions consist of whole vectors, unless they are gathered. To write bits, whole warps run past
+    # the end.
     partial = access.dims == 1 or spec.bits or any(operand.mode == "gather" for operand in plan.operands)
     known = constants(spec, "combine", "activation", "dropout") | constants(plan, "threads", "vec", "unroll")
     known |= constants(access, "dims", "lanes", "aligned_positions") | {"kPartial": str(int(partial))}

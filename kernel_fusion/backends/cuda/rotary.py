@@ -1,4 +1,4 @@
-"""The rotary embedding: plans and sources (kernels/rotary.cuh, rotary_norm.cuh, rotary_norm_bwd.cuh)."""
+"""The plans and sources of the rotary embedding (kernels/rotary.cuh, rotary_norm.cuh, rotary_norm_bwd.cuh)."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from kernel_fusion.core.fields import constants
 from kernel_fusion.core.other_specs import RotaryAccess, RotarySpec
 from kernel_fusion.core.spec import ITEMSIZE
 
-# Threads per multiprocessor that registers must allow.
+# The threads per multiprocessor for which registers must suffice.
 _RESIDENT, _RESIDENT_F64 = 1024, 512
-# A norm keeps a weight and the next row; backward, which takes more registers on Blackwell, a sum too.
+# With a norm, a thread keeps a weight and the next row; backward also keeps a sum, and takes more registers on
+# Blackwell.
 _NORM_THREADS = 128
 _FORWARD, _BACKWARD, _BACKWARD_BLACKWELL, _BACKWARD_F64 = 768, 512, 384, 256
-# Bytes of x, dy and angles per thread that leave room for the next row's; words of unaligned pairs do not.
+# The bytes of x, dy and angles per thread that leave registers for those of the next row. The single words of unaligned
+# pairs do not.
 _NEXT_BYTES = 96
 
 
 @dataclass(frozen=True)
 class RotaryPlan(Launch):
-    """A launch, and whether a norm loads a row ahead."""
+    """How a kernel of the rotary embedding runs, and whether a norm loads a row ahead."""
 
     prefetch: bool = False
 
 
 def plan(spec: RotarySpec, access: RotaryAccess, device: Device) -> RotaryPlan:
-    """A block for each token; with a norm blocks share all heads."""
+    """Plan a kernel: one block per token or, with a norm, blocks that share all heads."""
     is_double = spec.acc == "f64"
     if not spec.norm:
         resident = _RESIDENT_F64 if is_double else _RESIDENT
@@ -41,7 +43,7 @@ def plan(spec: RotarySpec, access: RotaryAccess, device: Device) -> RotaryPlan:
     resident //= scarce
     if is_double:
         resident = min(resident, _BACKWARD_F64)
-    angles = 1 if spec.backward else 2  # this row's are kept, too
+    angles = 1 if spec.backward else 2  # forward also keeps the angles of this row
     row_bytes = held * access.vec * (2 * rows * ITEMSIZE[spec.x] + 2 * angles * ITEMSIZE[spec.angles])
     return RotaryPlan(
         threads=_NORM_THREADS,

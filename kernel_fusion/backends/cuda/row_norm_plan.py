@@ -1,7 +1,7 @@
-"""Plans of row norms: a safe rule per direction, and tables of what measured better.
+"""The plans of row norms: a safe rule per direction, and tables of what measured better.
 
-A thread holds so few elements that they stay in registers, but several 16-byte loads. A row takes no more warps than it
-needs.
+A thread holds few enough elements to keep them in registers, but enough for several loads of 16 bytes. A row takes no
+more warps than that needs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from kernel_fusion.backends.cuda.user_table import Table, users_table
 from kernel_fusion.core.quantize import NO_CODES
 from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
 
-# With codes: bytes of a row in a thread with several warps' work; threads per multiprocessor that registers allow.
+# With codes: the bytes of a row in a thread that does the work of several warps; the threads per multiprocessor for
+# which registers must suffice.
 _BYTES, _THREADS = 64, 768
 
 
@@ -29,7 +30,7 @@ def plan_row_norm(spec: RowNormSpec, access: Access, device: Device) -> Plan:
 
 
 def planned(spec: RowNormSpec, access: Access, device: Device, users: Table) -> tuple[Plan, Facts]:
-    """The plan, and its facts. User rows that change no bits count."""
+    """The plan and the facts that it was made from. A row of the user's table counts only if it changes no bits."""
     if spec.codes != NO_CODES:
         plan, facts = planned(replace(spec, codes=NO_CODES), access, device, users)
         return _with_codes(spec, plan), facts
@@ -48,11 +49,11 @@ def planned(spec: RowNormSpec, access: Access, device: Device, users: Table) -> 
 
 
 def _with_codes(spec: RowNormSpec, plan: Plan) -> Plan:
-    """The plan of y, whose kernel makes the codes too if one block has the row in registers."""
+    """The plan of y for a call with codes. If one block holds the row in registers, the same kernel makes the codes."""
     whole = spec.codes.scales != "block" or has_whole_blocks(plan)
     if plan.kernel != "row_norm_fwd" or plan.cluster > 1 or not whole:
         return replace(plan, sums="apart")
-    # One warp with several warps' work saves instructions.
+    # One warp that does the work of several saves instructions.
     held = ceil_div(spec.cols, 32 * plan.warps) * ITEMSIZE[spec.row]
     shares = next(n for n in (4, 2, 1) if n == 1 or (plan.warps % n == 0 and n * held <= _BYTES))
     plan = replace(plan, shifted=False, shares=shares)

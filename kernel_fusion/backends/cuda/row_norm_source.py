@@ -1,4 +1,4 @@
-"""The source of a row-norm kernel: the constants of spec, access and plan."""
+"""The source of a row norm's kernel: constants from spec, access and plan, for the templates in native/kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A kernel's source, a struct of constants and one instantiation of a header's template, and its launch."""
+"""The source of a kernel (a struct of constants and one instantiation of a header's template), and its launch."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Source:
-    """A kernel's source.
+    """The source of a kernel.
 
     Attributes:
-        name: for profilers.
-        header: in native/kernels; it also names the template.
-        args: its parameter's struct.
-        types: of tensors' elements, None if absent.
-        constants: as C++ writes them.
-        threads: per block; min_blocks, per multiprocessor, bounds the registers.
+        name: the kernel's name, which profilers show.
+        header: the name of a header in native/kernels, and of its template.
+        args: the name of the struct that is the kernel's parameter.
+        types: the types of the tensors' elements by name; None if a tensor is absent.
+        constants: the constants by name, as expressions in C++.
+        threads, min_blocks: the threads of a block, and the blocks per multiprocessor for which registers must suffice.
     """
 
     name: str
@@ -46,18 +46,18 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How blocks run; each family's plan adds its own fields.
+    """How the blocks of a kernel run. The plan of each family adds fields of its own.
 
     Attributes:
-        threads: of a block.
-        per_block: rows, columns or elements of a block, at most.
-        least_per_block: the fewest, so that few rows fill the device; 0: always `per_block`.
-        cluster: blocks that work together.
-        shared_bytes: dynamic.
-        persistent: no more blocks than run at once, which take turns.
-        splits: dweight and dbias, or codes, have a pass of their own.
-        min_blocks: per multiprocessor that registers must allow.
-        dependent: starts early, and waits for the previous kernel.
+        threads: the threads of a block.
+        per_block: the most rows, columns or elements that a block takes at a time.
+        least_per_block: the fewest of them, so that few rows fill the device. 0 means always `per_block`.
+        cluster: the number of blocks that work together.
+        shared_bytes: the dynamic shared memory of a block.
+        persistent: whether no more blocks start than run at once, so that each takes several turns.
+        splits: whether dweight and dbias, or codes, are made in a pass of their own.
+        min_blocks: the blocks per multiprocessor for which registers must suffice.
+        dependent: whether the kernel starts early and waits for the one before it.
     """
 
     threads: int = 32

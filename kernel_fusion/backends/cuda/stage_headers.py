@@ -1,4 +1,7 @@
-"""Writes the stages around a norm for C++ (see headers.py): options, rows, and an operator's arguments for them."""
+"""Writes two C++ headers about the stages of a norm: their options and rows, and an operator's arguments for them.
+
+headers.py has the command.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ def _names(each: Argument) -> str:
 
 
 def _member(each: Argument) -> str:
-    """The member of a call for an argument that is no tensor."""
+    """The C++ member of a call that holds an argument which is no tensor."""
     if each.type == "float":
         return f"Dropout {each.stage};"
     if each.type == "bool":
@@ -30,7 +33,7 @@ def _member(each: Argument) -> str:
 
 
 def _value(each: Argument) -> str:
-    """Its value, made from the argument; an unknown name raises even if it is ignored."""
+    """The expression that makes the member from the argument. An unknown name raises even if the option is ignored."""
     if each.type == "float":
         return f"dropout_of({each.name}, {each.owner})"
     value = each.name
@@ -44,7 +47,7 @@ def _value(each: Argument) -> str:
 
 
 def _argument(each: Argument) -> str:
-    """The argument, made from the member."""
+    """The expression that makes the argument from the member."""
     if each.kind == "seed":
         return "o.dropout ? t.seed() : kAbsent"
     if each.type == "Tensor?":
@@ -55,7 +58,7 @@ def _argument(each: Argument) -> str:
 
 
 def _together() -> str:
-    """Whether no row meets a stage that it cannot go with, and what a residual has is beside one."""
+    """The expression that tells whether the stages of a call, and its residual if one is needed, go together."""
     bad = []
     for row, goes_with in ALONE.items():
         others = [each for each in _OPTIONS if each.owner != row and each.name not in goes_with]
@@ -89,7 +92,7 @@ def _list(texts: list[str], indent: str = "    ") -> str:
 
 
 def options() -> str:
-    """The options, and a list over all rows; needs no library."""
+    """The header of the options, with a list over all rows. It needs no library."""
     accessors = "".join(f"  const T& {row}() const {{ return rows[{i}]; }}\n" for i, row in enumerate(ROWS))
     members = "\n".join(f"  {_member(each)}" for each in _OPTIONS)
     return f"""// Options that are no tensors; at the default if a stage, or the tensor that it belongs to, is absent.
@@ -107,7 +110,7 @@ template <class T> struct StageRows {{
 
 
 def arguments() -> str:
-    """A call's tensors, and conversions between an operator's arguments and a call."""
+    """The header of a call's tensors, with the conversions between an operator's arguments and a call."""
     return "\n".join([_tensors(), _conversions(), _questions()])
 
 

@@ -1,4 +1,7 @@
-"""Finishes column sums: adds partial rows in a fixed order (kernels/sum_partials.cuh)."""
+"""The plan and source of the kernel that finishes column sums (kernels/sum_partials.cuh).
+
+It adds partial rows in a fixed order.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,16 @@ from kernel_fusion.backends.cuda.source import Launch, Source
 from kernel_fusion.core.fields import constants
 from kernel_fusion.core.spec import Access, SumPartialsSpec
 
-COLS = 32  # of a block; it pads partial rows
+COLS = 32  # the columns of a block; partial rows are padded to a multiple
 _THREADS = 256
-# Backward then leaves at least a thousand partial rows to few blocks.
+# With so few columns, backward leaves at least a thousand partial rows to few blocks.
 _FEW_COLS, _THREADS_OF_FEW = 256, 1024
-# 64 registers hold eight loads of four sums. Beyond there are 40, so that all blocks run at once.
+# 64 registers hold eight loads of four sums. With more columns a thread gets 40, so that all blocks run at once.
 _MANY_COLS = 8192
 
 
 def plan(spec: SumPartialsSpec, access: Access, device: Device) -> Launch:
-    """A block's threads share the partial rows."""
+    """Plan the kernel: the threads of a block share the partial rows of its columns."""
     if 0 < spec.cols <= _FEW_COLS:
         return Launch(threads=_THREADS_OF_FEW, per_block=COLS, min_blocks=1)
     return Launch(threads=_THREADS, per_block=COLS, min_blocks=4 if 0 < spec.cols <= _MANY_COLS else 6)

@@ -1,4 +1,4 @@
-"""How a row is spread over lanes, warps and blocks, by spec and device alone."""
+"""How a row is spread over lanes, warps and blocks. Only spec and device decide it."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ MAX_CLUSTER = 8  # the portable maximum
 
 @dataclass(frozen=True)
 class Tree:
-    """The order in which a row is summed (kernels/tree.cuh), and its blocks."""
+    """The order in which a row is summed (kernels/tree.cuh), and the number of blocks that share the row."""
 
-    vec: int  # elements per vector
+    vec: int  # the elements of a vector
     lanes: int
     warps: int
     cluster: int
-    vectors: int  # per thread
+    vectors: int  # the vectors of a thread
 
     @property
     def elements(self) -> int:
-        """Elements per thread."""
+        """The elements of a thread."""
         return self.vectors * self.vec
 
     @property
     def block_warps(self) -> int:
-        """A row's warps in one block."""
+        """The number of warps that a row has in one block."""
         return self.warps // self.cluster
 
     def covers(self, cols: int) -> bool:
@@ -37,18 +37,19 @@ class Tree:
         return cols == self.warps * self.lanes * self.elements
 
     def narrowed(self, cols: int, dtypes: Iterable[str | None]) -> Tree:
-        """The same threads, with vectors of at most 16 bytes in these types too.
+        """The tree with the same threads, and vectors so short that they have at most 16 bytes in these types too.
 
-        Else a thread would load a wider tensor's vectors in two pieces, and a warp half of every sector at a time.
+        Otherwise a thread would load vectors of a wider tensor in two pieces, and a warp half of every sector at a
+        time.
         """
         vec = min([self.vec, *(16 // ITEMSIZE[dtype] for dtype in dtypes if dtype)])
         return replace(self, vec=vec, vectors=ceil_div(cols, vec * self.lanes * self.warps))
 
 
 def vector_of(spec: RowNormSpec) -> int:
-    """Elements per vector: 16 bytes if all rows of a contiguous tensor start at multiples of that, else fewer.
+    """The elements of a vector: 16 bytes if all rows of a contiguous tensor start at multiples of that, else fewer.
 
-    So neighbouring lanes read neighbours for every N, and no row ends inside a vector.
+    So for every N neighbouring lanes read neighbouring elements, and no row ends inside a vector.
     """
     return min(16 // ITEMSIZE[spec.x], spec.cols & -spec.cols)
 
@@ -61,19 +62,24 @@ def spread_row(
     prefer: Callable[[int, int], bool] = lambda warps, elements: False,
     max_cluster: int = MAX_CLUSTER,
 ) -> Tree:
-    """Spread a row: `bytes_per_thread`, up to `most_bytes` if that divides it; `prefer(warps, elements)` chooses."""
+    """Spread a row over threads.
+
+    A thread gets about `bytes_per_thread`, and up to `most_bytes` if that divides the row. Among possible numbers of
+    warps
+    and elements per thread, `prefer(warps, elements)` chooses.
+    """
     itemsize, vec = ITEMSIZE[spec.x], vector_of(spec)
     per_thread, most = bytes_per_thread // (vec * itemsize), most_bytes // (vec * itemsize)
     vectors = spec.cols // vec
-    slots = ceil_div(vectors, 32)  # vectors per lane of one warp
+    slots = ceil_div(vectors, 32)  # how many vectors a lane would have if one warp took the row
     if slots <= per_thread:
-        # Lanes read a cache line, with two vectors each if allowed. Vectors of two fp16 or bf16 elements want few
-        # lanes, because adding lanes up costs instructions.
+        # The lanes read a cache line, with two vectors each if that is allowed. For vectors of two fp16 or bf16
+        # elements few lanes are best, because adding lanes up costs instructions.
         at_a_time = 64 if vec * itemsize == 4 and itemsize == 2 else 128
         min_lanes = min(32, power_of_two(ceil_div(vectors, min(2, per_thread))), at_a_time // (vec * itemsize))
         lanes = max(min_lanes, power_of_two(ceil_div(vectors, per_thread)))
         return Tree(vec, lanes, 1, 1, ceil_div(vectors, lanes))
-    # A divisor of the row needs no bounds check. Single fp16 or bf16 elements take a register each.
+    # A number that divides the row needs no checks of bounds. Single fp16 or bf16 elements take a register each.
     larger = range(per_thread + 1, most + 1) if vec * itemsize > 2 else ()
     near = [n for n in (per_thread, per_thread - 1, *larger) if slots % n == 0 and (n > 1 or slots <= 5)]
     near.sort(key=lambda n: prefer(slots // n, n * vec), reverse=True)

@@ -1,6 +1,7 @@
-"""Trials: ways to run a kernel that `kernel-fusion tune` measures, perhaps for a user's table.
+"""Trials: other ways to run a kernel, which `kernel-fusion tune` measures and may write to a user's table.
 
-A trial is planned like a row: one that does not fit gives no plan, and none changes the order of summation.
+A trial is planned as a row of the table would be. One that does not fit gives no plan, and none changes the order of
+sums.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from kernel_fusion.backends.cuda.tuned import Facts
 from kernel_fusion.backends.cuda.user_table import CONDITIONS, KNOBS, Row, Table, section
 from kernel_fusion.core.spec import Access, RowNormSpec
 
-Choice = dict[str, Any]  # values of knobs
+Choice = dict[str, Any]  # the values of some knobs
 
 
 class Kernel(NamedTuple):
-    """A kernel to plan."""
+    """A kernel to plan: its spec, access and device."""
 
     spec: RowNormSpec
     access: Access
@@ -27,13 +28,13 @@ class Kernel(NamedTuple):
 
 
 def plans(kernels: Sequence[Kernel], choice: Choice) -> tuple[Plan, ...]:
-    """The kernels' plans under a choice."""
+    """The plans that the kernels have under a choice."""
     rows: Table = {knob: [(value, {}, "")] for knob, value in choice.items()}
     return tuple(planned(*kernel, rows)[0] for kernel in kernels)
 
 
 def neighbours(kernels: Sequence[Kernel], choice: Choice) -> Iterator[Choice]:
-    """Choices with one knob changed, whose plans are new."""
+    """The choices that differ from `choice` in one knob and give other plans."""
     seen = {plans(kernels, {}), plans(kernels, choice)}
     for knob, values in KNOBS[section(kernels[0].spec.direction)].items():
         for value in values:
@@ -44,7 +45,7 @@ def neighbours(kernels: Sequence[Kernel], choice: Choice) -> Iterator[Choice]:
 
 
 def needed(kernels: Sequence[Kernel], choice: Choice) -> Choice:
-    """A choice without knobs that change nothing."""
+    """`choice` without the knobs that change no plan."""
     for knob in choice:
         fewer = {name: value for name, value in choice.items() if name != knob}
         if plans(kernels, fewer) == plans(kernels, choice):
@@ -53,13 +54,13 @@ def needed(kernels: Sequence[Kernel], choice: Choice) -> Choice:
 
 
 def conditions(kernel: Kernel) -> dict[str, Any]:
-    """The conditions of a row for this kernel."""
+    """The conditions of a table's row that holds for this kernel only."""
     known = Facts(*kernel, {}).known
     return {name: known[name] for name in CONDITIONS[section(kernel.spec.direction)]}
 
 
 def with_rows(table: dict[str, Table], kernel: Kernel, choice: Choice, shown: str) -> dict[str, Table]:
-    """A table whose rows for this kernel are those of `choice`."""
+    """The table with this kernel's rows replaced by those of `choice`; `shown` is their evidence."""
     own, when = section(kernel.spec.direction), conditions(kernel)
     kept: dict[str, list[Row]] = {
         knob: [row for row in listed if row[1] != when] for knob, listed in table.get(own, {}).items()

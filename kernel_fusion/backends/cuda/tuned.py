@@ -1,7 +1,9 @@
-"""Tables of what measured better than the rule or is safer: the user's, the architecture's, then tuned/any.json.
+"""Tables of values that measured better than the rule, or are safer.
 
-A knob of the rule has rows: a value, conditions and evidence. The first row whose conditions hold counts: a fact is the
-value or one of the names, lies between two numbers (null: any), or, after "not", is none of these.
+Three tables are asked in turn: the user's, the architecture's and tuned/any.json. In a table, each knob of the rule has
+rows with a value, conditions and evidence. The first row whose conditions hold counts. A condition holds if the fact is
+the given value or one of the given names, lies between two given numbers (null: no bound) or, after "not", is none of
+these.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ _FLAGS = ("rms", "cols", "offset", "changes_x", "dh", "dresidual", "dgate", "one
 
 
 class Facts:
-    """A spec, its access, a device and, once known, its tree.
+    """What conditions can ask about: a spec, its access, a device and, once it is known, a tree.
 
     Attributes:
-        users: rows that come before the shipped ones.
-        came_from: the rows that counted, by knob.
+        users: the user's rows, which come before the shipped ones.
+        came_from: the rows that counted so far, by knob.
     """
 
     tree: Tree
@@ -39,7 +41,7 @@ class Facts:
         self.spec, self.access, self.device, self.vec = spec, access, device, vector_of(spec)
         self.users, self.came_from = users, dict[str, Row]()
         self.itemsize, self.row_bytes = ITEMSIZE[spec.x], spec.cols * ITEMSIZE[spec.x]
-        # Bytes per element, 0 if absent.
+        # The bytes of an element of each tensor, 0 if it is absent.
         size = {name: ITEMSIZE.get(getattr(spec, name) or "", 0) for name in (*_TENSORS, *ROWS, *VECTORS)}
         stages = {field.name: getattr(spec, field.name) for field in fields(Stages)}
         self.known: dict[str, Any] = stages | size | {name: getattr(spec, name) for name in _FLAGS}
@@ -47,7 +49,7 @@ class Facts:
             "stages": spec.has_stages,
             "costly": not {stages[name] for name in ACTIVATIONS_OF_STAGES} <= {IDENTITY, "relu"},
             "like_x": spec.y == spec.x,
-            "wide": max(size["weight"], size["bias"], size["y"]) > size["x"],  # than x
+            "wide": max(size["weight"], size["bias"], size["y"]) > size["x"],  # wider than x
             "dy_wider": size["y"] > size["x"],
             "natural_vec": self.vec,
             "aligned": access.x >= 16,
@@ -59,13 +61,13 @@ class Facts:
         self.known |= zip(("dx", "dweight", "dbias"), spec.grads, strict=True)
 
     def also(self, **facts: Any) -> Facts:
-        """These facts and more."""
+        """These facts with further ones."""
         other = copy.copy(self)
         other.known = self.known | facts
         return other
 
     def of(self, tree: Tree) -> Facts:
-        """These facts and those of a row's tree."""
+        """These facts with those of a row's tree."""
         chunk = 32 * tree.warps * self.vec
         covers = tree.covers(self.spec.cols)
         other = self.also(
@@ -74,13 +76,13 @@ class Facts:
             vector_bytes=tree.vec * self.itemsize,
             thread_bytes=tree.elements * self.itemsize,
             covers=covers,
-            plain=covers or self.access.x >= tree.vec * self.itemsize,  # no vector in pieces, or past the row
+            plain=covers or self.access.x >= tree.vec * self.itemsize,  # no vector in pieces or beyond the row
         )
         other.tree = tree
         return other
 
     def tuned(self, knob: str, rule: Any) -> Any:
-        """The first row's value for `knob` whose conditions hold, else the rule's."""
+        """The value of the first row for `knob` whose conditions hold, or `rule` if there is none."""
         shipped = table(self.device.arch, self.spec.direction)
         for row in (*self.users.get(knob, ()), *shipped.get(knob, ())):
             if self.hold(row[1]):
@@ -115,5 +117,5 @@ def table(arch: int, direction: str) -> Table:
 
 
 def shipped_tables(arch: int) -> list[Path]:
-    """Those for an architecture."""
+    """The files of the shipped tables for an architecture, in the order in which they are asked."""
     return [path for path in (TABLES / f"sm_{arch}.json", TABLES / "any.json") if path.exists()]
