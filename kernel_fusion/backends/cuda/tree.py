@@ -65,8 +65,7 @@ def spread_row(
     """Spread a row over threads.
 
     A thread gets about `bytes_per_thread`, and up to `most_bytes` if that divides the row. Among possible numbers of
-    warps
-    and elements per thread, `prefer(warps, elements)` chooses.
+    warps and elements per thread, `prefer(warps, elements)` chooses.
     """
     itemsize, vec = ITEMSIZE[spec.x], vector_of(spec)
     per_thread, most = bytes_per_thread // (vec * itemsize), most_bytes // (vec * itemsize)
