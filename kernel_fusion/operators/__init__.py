@@ -12,7 +12,7 @@ __all__ = ["decompositions", "meta", "stubs", "vmap"]
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """A table of the definition of each operator that a verb calls, by its overload, for `run_decompositions`.
+    """The definition of each operator that a public function calls, by its overload, for `run_decompositions`.
 
     A decomposed program computes what `backend="eager"` does.
 

@@ -1,6 +1,6 @@
-"""Chooses what serves a verb's call: explicit requests, and tensors that no kernel reads.
+"""Chooses what serves a call: an explicitly requested backend, or something else for tensors that no kernel reads.
 
-PyTorch's dispatcher chooses among kernels and stubs.
+For all other calls PyTorch's dispatcher chooses among the operator's kernels and stubs.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _OPTIONAL_TENSOR = (Tensor, type(None))
 
 
 def operator(verb: str, name: str, backend: str | None, *tensors: Any) -> Callable[..., Any]:
-    """The operator `name`, or what else serves a call of `verb`.
+    """Return the operator `name`, or the callable that serves a call of `verb` in its place.
 
     Args:
         backend: as the user gave it; None means that of `use_backend`.
-        tensors: all that the verb reads, or None.
+        tensors: all tensors that the function reads; None stands for an absent one.
 
     Raises:
         TypeError: a member of `tensors` is no tensor.
@@ -80,14 +80,14 @@ def _by_device(name: str) -> Callable[..., Any]:
 
 
 def obstacle(backend: str, verb: str, tensors: Sequence[Tensor | None]) -> str | None:
-    """Why `backend` cannot serve `verb` of these tensors."""
+    """The reason that `backend` cannot serve `verb` with these tensors, or None."""
     device = None
     for tensor in tensors:
         if tensor is None:
             continue
         if device is None or tensor.device != device:
             if device is not None and tensor.dim() > 0:
-                continue  # an error of their own
+                continue  # mixed devices have an error of their own
             if reason := unavailable_reason(backend, tensor.device, verb):
                 return reason
             device = device or tensor.device
@@ -97,7 +97,7 @@ def obstacle(backend: str, verb: str, tensors: Sequence[Tensor | None]) -> str |
 
 
 def unavailable_reason(backend: str, device: torch.device | None = None, verb: str = "layer_norm") -> str | None:
-    """Why `backend` cannot run `verb` on `device` (None: anywhere here), or None. Loads the extension."""
+    """The reason that `backend` cannot run `verb` on `device` (None: on any here), or None. Loads the extension."""
     if backend == "eager":
         return None
     if backend == "cpu":
@@ -111,9 +111,9 @@ def unavailable_reason(backend: str, device: torch.device | None = None, verb: s
         return reason
     reason = availability.why_not_triton(device)
     if reason is None:
-        define_triton()  # here, no tracer follows
+        define_triton()  # no tracer follows into this function
     return reason
 
 
-# As torch.compiler.assume_constant_result, whose import is slow: tracers must not follow into the loader.
+# What torch.compiler.assume_constant_result does, whose import is slow. Tracers must not follow into the loader.
 setattr(unavailable_reason, "_dynamo_marked_constant", True)  # noqa: B010

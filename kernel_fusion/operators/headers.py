@@ -1,6 +1,6 @@
-"""Writes the schemas as a C++ header. In programs without Python, the extension defines the operators itself.
+"""Writes the schemas as a C++ header, by which the extension defines the operators in programs without Python.
 
-`python -m kernel_fusion.operators.headers` writes it to git; a test compares.
+`python -m kernel_fusion.operators.headers` writes the file that is in git; a test compares it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ inline constexpr const char* kSchemas = R"(
 
 
 def text() -> str:
-    """The header."""
+    """The text of the header."""
     lines = (f"{name}{schema}\n" for name, schema in schemas.ALL.items())
     return _FRAME.format(schemas="".join(lines))
 

@@ -1,4 +1,4 @@
-"""Jagged nested tensors: our kernels read rows in `values()`; PyTorch serves what mixes rows."""
+"""Jagged nested tensors. Our kernels read the rows of their `values()`; PyTorch serves calls that mix rows."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from kernel_fusion.core.stages import norm_call
 
 
 def has_rows(value: Any) -> bool:
-    """Whether `values()` of a jagged tensor are exactly its examples' rows."""
+    """Whether the `values()` of a jagged tensor are exactly the rows of its examples, without gaps."""
     jagged = isinstance(value, Tensor) and value.is_nested and value.layout == torch.jagged
     return jagged and value.lengths() is None and value._ragged_idx == 1
 
 
 def has_rows_of(value: Any, num_dims: int) -> bool:
-    """Whether its last `num_dims` dimensions also lie in a row."""
+    """Whether that holds, and the last `num_dims` dimensions lie within a row."""
     return has_rows(value) and num_dims <= value.dim() - 2
 
 
 def serve(name: str, choose: Callable[..., Callable[..., Any]], tensors: tuple[Any, ...], *args: Any) -> Any:
-    """Call the operator `name` on jagged tensors' values, if it treats rows alike.
+    """Call the operator `name` on the values of jagged tensors, if it treats all rows alike.
 
     Args:
-        choose: gives the callable for tensors.
-        tensors: those that the call reads.
-        args: the operator's, tensors first.
+        choose: returns the callable that serves given plain tensors.
+        tensors: all tensors that the call reads.
+        args: the operator's arguments, tensors first.
     """
     jagged = [arg for arg in args if has_rows(arg)]
     given = _ROWWISE[name](*args) if _alike(jagged, tensors) else None
@@ -40,7 +40,7 @@ def serve(name: str, choose: Callable[..., Callable[..., Any]], tensors: tuple[A
     rows = jagged[0].values().shape[0]
 
     def jagged_again(result: Tensor) -> Tensor:
-        if result.dim() == 0 or result.shape[0] != rows:  # an absent residual
+        if result.dim() == 0 or result.shape[0] != rows:  # the empty result in place of an absent residual
             return result
         return torch.nested.nested_tensor_from_jagged(result, jagged[0].offsets())
 
@@ -69,7 +69,7 @@ def _staged_norm(*args: Any) -> tuple[Any, ...] | None:
 def _pointwise(a: Tensor, b: Tensor | None, *rest: Any) -> tuple[Any, ...] | None:
     plain = [t for t in (a, b) if t is not None and not has_rows(t)]
     dims = max(t.dim() for t in (a, b) if t is not None)
-    return (a, b, *rest) if all(t.dim() <= dims - 2 for t in plain) else None  # they do not reach the examples
+    return (a, b, *rest) if all(t.dim() <= dims - 2 for t in plain) else None  # such tensors do not vary over examples
 
 
 def _reduce(input: Tensor, dim: list[int], *rest: Any) -> tuple[Any, ...] | None:
@@ -88,5 +88,5 @@ _ROWWISE: dict[str, Callable[..., tuple[Any, ...] | None]] = {
     "pointwise": _pointwise,
     "reduce": _reduce,
     "softmax": _softmax,
-    "qk_norm_rope": lambda *args: None,  # tokens are known by their places
+    "qk_norm_rope": lambda *args: None,  # a token's position is its place, which values() do not show
 }

@@ -22,7 +22,7 @@ _error: str | None = None
 
 
 def _in_forked_child() -> None:
-    """The parent's thread that holds it is not here."""
+    """Make a new lock: a thread of the parent may hold the old one, and does not exist here."""
     global _lock
     _lock = threading.RLock()
 
@@ -37,7 +37,7 @@ def is_loaded() -> bool:
 
 
 def load() -> bool:
-    """Load or build the extension; on failure warn once and return False."""
+    """Load the extension, building it if need be. If that fails, warn once and return False."""
     global _library, _error
     if _library is not None:
         return True
@@ -45,7 +45,7 @@ def load() -> bool:
         if _library is None and _error is None:
             try:
                 _library = _open()
-            except Exception as error:  # whatever fails, the definition serves the call
+            except Exception as error:  # whatever failed, the definition can serve the call
                 _error = str(error) if isinstance(error, BuildError) else f"{type(error).__name__}: {error}"
                 warnings.warn(
                     f"kernel_fusion works without its C++ extension, which could not be built: {_error}\n"
@@ -56,12 +56,12 @@ def load() -> bool:
 
 
 def error() -> str | None:
-    """Why loading failed, or None."""
+    """The reason that loading failed, or None."""
     return _error
 
 
 def library() -> ctypes.CDLL:
-    """The loaded extension, or BuildError."""
+    """The loaded extension. Raises BuildError if it cannot be loaded."""
     if not load():
         raise BuildError(str(_error))
     assert _library is not None
@@ -69,17 +69,17 @@ def library() -> ctypes.CDLL:
 
 
 def launches(counter: str) -> int:
-    """How often kernels of a kind in `COUNTERS` ran."""
+    """How often kernels of a kind, one of `COUNTERS`, ran in this process."""
     return int(library().kf_count(COUNTERS.code(counter)))
 
 
 def cpu_variant() -> str:
-    """The build of the CPU kernels in use, or BuildError."""
+    """The name of the build of the CPU kernels that is in use. Raises BuildError without the extension."""
     return str(library().kf_cpu_variant().decode())
 
 
 def use_cpu_variant(name: str) -> None:
-    """Make all threads run a build of the CPU kernels, for measurements and tests.
+    """Make all threads run one build of the CPU kernels, for measurements and tests.
 
     Raises:
         ValueError: the machine or the library lacks it (`kernel-fusion warmup --any-cpu` builds all).
@@ -95,7 +95,8 @@ def use_cpu_variant(name: str) -> None:
 def keep_memory(largest: int | None) -> None:
     """Reuse the freed memory of CPU tensors of up to `largest` bytes; None restores PyTorch's allocator.
 
-    Only for measurements: the system gets nothing back before the next call. Raises BuildError.
+    This is for measurements only: the system gets no memory back before the next call of this function. Raises
+    BuildError without the extension.
     """
     library().kf_keep_memory(-1 if largest is None else largest)
 
@@ -108,13 +109,13 @@ def _open() -> ctypes.CDLL:
 
 
 def _forget_stubs() -> None:
-    """Make operators look for new kernels: Python dispatchers remember stubs."""
+    """Make the operators look for new kernels, because Python's dispatchers remember the stubs."""
     for name in schemas.ALL:
         schemas.overload(name)._dispatch_cache.clear()
 
 
 def _enable_cuda(library: ctypes.CDLL) -> None:
-    """Give the extension its planner if CUDA kernels can run; else the definition serves CUDA."""
+    """Give the extension its planner, if CUDA kernels can run here. Otherwise the definition serves CUDA tensors."""
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     able = [device.index for device in devices if availability.why_not_cuda(device) is None]
     if able:

@@ -1,4 +1,6 @@
-"""Shapes and dtypes for tracing, by PyTorch's calls. Norms have theirs in C++; quantised verbs are made of these."""
+"""The shapes and dtypes of results, for tracing, by PyTorch's own calls.
+
+The norms compute theirs in C++. Quantised functions are made of operators that have theirs here."""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from kernel_fusion.operators.schemas import library
 
 
 def _meta(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Register a function for the operator of its name."""
+    """Register a function as the Meta kernel of the operator that has its name."""
 
     def checked(*args: Any) -> Any:
         arguments.one_device(function.__name__, args)
@@ -33,14 +35,14 @@ def pointwise(a: Tensor, b: Tensor | None, *_: Any) -> Tensor:
 
 @_meta
 def pointwise_fwd(a: Tensor, b: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    """The result, and one bit per element."""
+    """The result, and memory for one bit per element."""
     y = pointwise(a, b, *rest)
     return y, y.new_empty((y.numel() + 7) // 8, dtype=torch.uint8)
 
 
 @_meta
 def pointwise_bwd(dy: Tensor, a: Tensor, b: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    """The gradients that the mask, last, asks for."""
+    """The gradients that the mask, the last argument, asks for."""
     wants = rest[-1]
     return (
         torch.empty_like(dy if a.dtype == torch.uint8 else a) if wants[0] else dy.new_empty(0),
@@ -68,13 +70,13 @@ def softmax_bwd(dy: Tensor, y: Tensor, *_: Any) -> Tensor:
 
 @_meta
 def qk_norm_rope(query: Tensor, key: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
-    """Each in the order of its argument's strides."""
+    """Query and key, each with its dimensions in the order of its argument's strides."""
     return result_like(query), query.new_empty(0) if key is None else result_like(key)
 
 
 @_meta
 def qk_norm_rope_bwd(dy: Tensor, dy_key: Tensor | None, query: Tensor | None, key: Tensor | None, *rest: Any) -> Any:
-    """The gradients that the mask, last, asks for; weights' are rows of one head."""
+    """The gradients that the mask, the last argument, asks for. Those of weights have the length of a head."""
     heads = dy if query is None else query, dy_key if key is None else key
     like: list[tuple[Tensor | None, Callable[..., Tensor]]] = [
         *((t, result_like) for t in heads),
@@ -88,6 +90,6 @@ def qk_norm_rope_bwd(dy: Tensor, dy_key: Tensor | None, query: Tensor | None, ke
 
 @_meta
 def quantize(input: Tensor, dtype: torch.dtype, scale: Tensor | None, block: int) -> tuple[Tensor, Tensor]:
-    """Contiguous codes, and the scales as they lie."""
+    """Contiguous codes, and scales with the layout that kernels give them."""
     values = torch.empty_like(input, dtype=dtype, memory_format=torch.contiguous_format)
     return values, empty_scales(input, block) if scale is None else input.new_empty(0, dtype=torch.float32)

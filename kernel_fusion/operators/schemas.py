@@ -15,26 +15,28 @@ from torch import Tensor
 from kernel_fusion.backends import eager
 from kernel_fusion.core import arguments, stages
 
-# A number of normalised dimensions instead of shapes: a new row count then needs no new trace.
+# Operators take the number of normalised dimensions instead of their shape, so a new number of rows needs no new trace.
 _PLAIN = "int num_dims, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, float weight_offset=0., "
 _PLAIN += "ScalarType? out_dtype=None"
 _AFFINE = re.sub("=[^,]*", "", _PLAIN) + ", bool rms"
-# See core/rotary.py.
+# The arguments are described in core/rotary.py.
 _ROTARY = "Tensor? query_weight, Tensor? key_weight, Tensor cos, Tensor sin, Tensor? positions, float? eps, "
 _ROTARY += "float weight_offset, bool interleaved, str rounding"
 _CHAIN = "Tensor? b, str combine, str activation, float scale, float dropout_p, Tensor? seed"
 VERBS = {
     "layer_norm": f"(Tensor input, {_PLAIN}) -> Tensor",
     "rms_norm": f"(Tensor input, {_PLAIN.replace('float eps=1e-05', 'float? eps=None')}) -> Tensor",
-    # The result `residual` is h, or empty. `grouped`: weight, bias and residual_gate share leading dimensions, which
+    # The result `residual` is h, or empty. If `grouped`, weight, bias and residual_gate have leading dimensions, which
     # broadcast to the input's.
     "staged_row_norm": f"(Tensor input, Tensor? residual, {_AFFINE}, {stages.SCHEMA}) "
     "-> (Tensor output, Tensor residual)",
-    # dropout(scale * f(a, b)); see backends/eager/pointwise.py.
+    # dropout(scale * f(a, b)), as backends/eager/pointwise.py defines it.
     "pointwise": f"(Tensor a, {_CHAIN}) -> Tensor",
     "reduce": "(Tensor input, int[] dim, bool keepdim, str kind, ScalarType? dtype) -> Tensor",
     "softmax": "(Tensor input, Tensor? mask, float scale, bool causal) -> Tensor",
-    # With an `eps`, of each head's RMSNorm. Results keep their arguments' order of strides.
+    # With an `eps`, each head is normalised by RMSNorm before. Results have their dimensions in the order of their
+    # arguments'
+    # strides.
     "qk_norm_rope": f"(Tensor query, Tensor? key, {_ROTARY}) -> (Tensor query, Tensor key)",
 }
 # The parts below autograd. `stats` holds mean and rstd as (2, *rows) in fp32 (fp64 for fp64), for RMSNorm rstd as (1,
@@ -42,18 +44,18 @@ VERBS = {
 # x, too, if a residual meets a pre-activation or a gate, and bias with an activation or a gate. `dresidual` is the
 # residual's or gate's gradient, `dgate` that of the residual's gate.
 PARTS = {
-    # PyTorch's cached graphs call these by position: append new arguments.
+    # PyTorch's cached graphs call these by position, so new arguments are appended.
     "row_norm_fwd": f"(Tensor input, {_AFFINE}, Tensor? residual=None, {stages.SCHEMA}) "
     "-> (Tensor y, Tensor stats, Tensor h)",
     "row_norm_bwd": "(Tensor dy, Tensor input, Tensor stats, int num_dims, Tensor? weight, ScalarType? bias_dtype, "
     "float weight_offset, bool rms, bool[5] output_mask, ScalarType? x_dtype=None, Tensor? dh=None, Tensor? x=None, "
     f"Tensor? bias=None, bool has_residual=False, {stages.SCHEMA}) "
     "-> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dresidual, Tensor dgate)",
-    # `bits` say which of two slopes. Backward takes them, or a result that reveals the slope.
+    # `bits` say which of two slopes each element has. Backward takes them, or a result that determines the slope.
     "pointwise_fwd": f"(Tensor a, {_CHAIN}) -> (Tensor y, Tensor bits)",
     "pointwise_bwd": f"(Tensor dy, Tensor a, {_CHAIN}, bool[2] output_mask) -> (Tensor da, Tensor db)",
     "softmax_bwd": "(Tensor dy, Tensor y, float scale, bool leaves_out=False) -> Tensor",
-    # With a norm, backward computes statistics again.
+    # With a norm, backward computes the statistics again.
     "qk_norm_rope_bwd": f"(Tensor dy, Tensor? dy_key, Tensor? query, Tensor? key, {_ROTARY}, "
     "bool[4] output_mask) -> (Tensor dquery, Tensor dkey, Tensor dquery_weight, Tensor dkey_weight)",
 }
@@ -68,7 +70,7 @@ QUANTIZED = {
     "-> (Tensor values, Tensor scale, Tensor output)",
 }
 ALL = VERBS | PARTS | QUANTIZED
-# Definitions for C++, which decompose.
+# The definitions as operators, which C++ calls and tracers decompose.
 _REFERENCES: dict[str, tuple[str, Callable[..., Any]]] = {
     "staged_row_norm_reference": (VERBS["staged_row_norm"], eager.staged_row_norm),
     "pointwise_reference": (VERBS["pointwise"], eager.pointwise),
@@ -81,7 +83,7 @@ library = torch.library.Library("kernel_fusion", "DEF")
 
 
 def overload(name: str) -> Any:
-    """The operator's overload, which tracers know."""
+    """The overload of an operator, which is what tracers know."""
     return getattr(torch.ops.kernel_fusion, name).default
 
 
@@ -93,12 +95,12 @@ for _name, (_schema, _definition) in _REFERENCES.items():
 
 
 def default_eps(input: Tensor) -> float:
-    """rms_norm's `eps=None`: the compute type's machine epsilon, as a literal, for Dynamo makes globals inputs."""
+    """What rms_norm's `eps=None` means: the compute type's machine epsilon. It is a literal: Dynamo makes globals inputs."""
     return 2.0**-52 if input.dtype == torch.float64 else 2.0**-23
 
 
 def reference_call(name: str, *args: Any) -> Any:
-    """Call a verb's definition with an operator's arguments."""
+    """Call the definition of an operator with the operator's arguments."""
     if f"{name}_reference" in _REFERENCES:
         definition: Any = _REFERENCES[f"{name}_reference"][1]
         return definition(*args)
@@ -109,7 +111,7 @@ def reference_call(name: str, *args: Any) -> Any:
 
 
 def bind(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """All arguments by position: the dispatcher omits defaults."""
+    """All arguments of a call by position, with the defaults that the dispatcher omits."""
     arguments = operator._schema.arguments
     defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
     bound = defaults | dict(zip((a.name for a in arguments), args, strict=False)) | kwargs

@@ -1,7 +1,7 @@
-"""Python stubs of the operators: they load the extension when needed, and serve what has no kernel.
+"""The Python stubs of the operators. They load the extension when it is needed, and serve calls that have no kernel.
 
-They have the catch-all dispatch keys `Autograd` and `CompositeExplicitAutograd`. The extension's kernels have specific
-ones and win, so nothing is overridden.
+They are registered for the catch-all dispatch keys `Autograd` and `CompositeExplicitAutograd`. The extension's kernels
+have specific keys and take precedence, so nothing is overridden.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kernel_fusion.core import arguments
 from kernel_fusion.errors import BuildError
 from kernel_fusion.operators import fallback, loader, schemas
 
-# Those with kernels in the extension; "meta" is for tracing.
+# The device types that have kernels in the extension. "meta" serves tracing.
 _NATIVE_DEVICES = ("cpu", "cuda", "meta")
 _Codes = tuple[torch.dtype, Tensor | None, int]
 
@@ -32,7 +32,7 @@ def _verb_stub(name: str) -> Callable[..., Any]:
         if is_native and is_strided and not was_loaded and loader.load():
             return operator(*args, **kwargs)
         given = schemas.bind(operator, args, kwargs)
-        if is_native and (was_loaded or not is_strided):  # it has no kernel for these
+        if is_native and (was_loaded or not is_strided):  # the extension has no kernel for such tensors
             return arguments.checked(operator, partial(schemas.reference_call, name))(*given)
         return arguments.checked(operator, partial(fallback.serve, name))(*given)
 
@@ -76,7 +76,7 @@ def _row_norm(
     keeps: bool,
     *norm: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A norm with its stages, and then its codes."""
+    """Compute a norm with its stages, then quantise the result."""
     y, h = schemas.overload("staged_row_norm")(input, residual, *norm)
     return *_quantized(y, (dtype, scale, block), keeps), h
 
@@ -84,7 +84,7 @@ def _row_norm(
 def _gate(
     gate: Tensor, value: Tensor, activation: str, dtype: torch.dtype, scale: Tensor | None, block: int, keeps: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A gated activation, and then its codes."""
+    """Compute a gated activation, then quantise the result."""
     y = schemas.overload("pointwise")(gate, value, "gate", activation, 1.0, 0.0, None)
     return _quantized(y, (dtype, scale, block), keeps)
 
@@ -94,7 +94,7 @@ def _quantized(y: Tensor, codes: _Codes, keeps: bool) -> tuple[Tensor, Tensor, T
     return values, scale, y if keeps else y.new_empty(0)
 
 
-# Quantised results where no kernel serves them.
+# These serve quantised results on devices without kernels for them.
 _QUANTIZED: dict[str, Callable[..., Any]] = {
     "quantize": eager.quantize,
     "quantized_row_norm": _row_norm,

@@ -1,6 +1,7 @@
-"""The operators' rules for `torch.vmap`.
+"""The rules of the operators for `torch.vmap`.
 
-A batched input is one call with more rows. Anything else (a batched weight or mask, dropout) is a call per example.
+If only the input is batched, one call with more rows serves all examples. In all other cases (a batched weight or mask,
+dropout) there is a call per example.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from kernel_fusion.operators import schemas
 
 
 def _batched(dim: Any) -> bool:
-    """Whether an entry of `in_dims` is batched; for a list of numbers it is a list of None."""
+    """Whether an entry of `in_dims` means a batched argument. For a list of numbers it is a list of None."""
     return isinstance(dim, int)
 
 
@@ -31,7 +32,7 @@ def _one_by_one(operator: Any, info: Any, in_dims: tuple[Any, ...], args: list[A
 
 
 def register(name: str, prefix: str = "") -> None:
-    """Give the verb's operator, or a backend's `prefix` + `name`, a rule."""
+    """Give a rule to the operator `name`, or to the operator `prefix` + `name` of a backend."""
     rows = _RULES[name]
     operator = schemas.overload(prefix + name)
 
@@ -52,7 +53,7 @@ def _same(input: Tensor, *rest: Any) -> list[Any]:
 
 def _reduce(input: Tensor, dim: list[int], *rest: Any) -> list[Any] | None:
     if input.dim() == 1:
-        return None  # examples have no dimension, and an empty `dim` means all
+        return None  # an example has no dimensions, and an empty `dim` means all of them
     dims = [d + 1 if d >= 0 else d for d in dim] or list(range(1, input.dim()))
     return [input, dims, *rest]
 
@@ -61,7 +62,7 @@ def _softmax(input: Tensor, mask: Tensor | None, *rest: Any) -> list[Any] | None
     return [input, mask, *rest] if mask is None else None
 
 
-# The arguments of one call with more rows, or None if that differs.
+# For each operator, the arguments of one call with more rows, or None if that would compute something else.
 _RULES: dict[str, Callable[..., list[Any] | None]] = {
     "layer_norm": _same,
     "rms_norm": _same,
