@@ -95,7 +95,7 @@ for _name, (_schema, _definition) in _REFERENCES.items():
 
 
 def default_eps(input: Tensor) -> float:
-    """The value of rms_norm's `eps=None`: the compute type's epsilon, a literal, because Dynamo makes globals inputs."""
+    """The value of rms_norm's `eps=None`: the compute type's epsilon, as a literal: Dynamo makes globals inputs."""
     return 2.0**-52 if input.dtype == torch.float64 else 2.0**-23
 
 
