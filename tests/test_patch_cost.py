@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+import torch
 from support import python
+from torch import Tensor, nn
+
+import kernel_fusion as kf
 
 _LEAVES = """
     import json, resource, sys, time, torch
@@ -70,3 +77,79 @@ def test_an_examination_is_bounded_before_it_allocates() -> None:
         assert left == (["its rows are too long to be tried out"] if name == "long norm" else []), name
         assert seconds < 5, name
         assert gigabytes < 1, name
+
+
+class Call(nn.Module):
+    """A function that the module holds."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The function."""
+        return self.function(x)
+
+
+def test_no_number_comes_twice() -> None:
+    """Another thread draws while code is tried out, and what it drew does not come again after the patch."""
+    drawn: list[Tensor] = []
+
+    def watched(x: Tensor) -> Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            drawn.append(pool.submit(torch.rand, 4).result())
+        return x * torch.sigmoid(x)
+
+    kf.patch(nn.Sequential(Call(watched)))
+    drawn.append(torch.rand(4))
+    assert len(torch.stack(drawn).unique(dim=0)) == len(drawn) > 1
+
+
+class NoisyNorm(nn.LayerNorm):
+    """LayerNorm of a noisy input in training, or a plain one if noise is refused."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The norm."""
+        try:
+            noise = torch.randn_like(input) if self.training else 0.0
+        except RuntimeError:
+            noise = 0.0
+        return super().forward(input + noise)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_norm_that_draws_is_left(training: bool) -> None:
+    """The report says so, in both modes, though the code goes on without a draw when it is stopped."""
+    report = kf.patch(nn.Sequential(NoisyNorm(16)).train(training))
+    assert [line.text for line in report.left] == ["it draws random numbers"]
+    assert report.replaced == []
+
+
+_COLLECTIVE = """
+    import torch, torch.distributed as dist
+    from torch import nn
+    from torch.distributed._functional_collectives import all_reduce
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    import kernel_fusion as kf
+
+    class Shared(nn.Module):
+        def __init__(self, reduce):
+            super().__init__()
+            self.reduce = reduce
+
+        def forward(self, x):
+            self.reduce(x)
+            return x * torch.sigmoid(x)
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    reduces = dist.all_reduce, lambda x: dist.barrier(), lambda x: all_reduce(x, "sum", dist.group.WORLD).wait()
+    report = kf.patch(nn.Sequential(*map(Shared, reduces), Shared(lambda x: x)))
+    print([line.name for line in report.replaced], [(line.name, line.text) for line in report.left])
+    dist.destroy_process_group()
+"""
+
+
+def test_what_communicates_is_left() -> None:
+    """Other ranks may not come to a collective that an examination starts, so none is started; the report says why."""
+    reason = "it communicates with other processes"
+    assert python(_COLLECTIVE).stdout.strip() == str(["3"]) + " " + str([(str(n), reason) for n in range(3)])

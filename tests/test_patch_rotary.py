@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import kernel_fusion as kf
-from kernel_fusion.patching.rotary import fit_rotary
+from kernel_fusion.patching.rotary import _forms
 
 
 class Angles(nn.Module):
@@ -123,7 +123,7 @@ def test_a_loaded_model_may_run_first_within(within: str) -> None:
     model, x = randomized(Turning()), torch.randn(2, 5, 32)
     patched = copy.deepcopy(model)
     kf.patch(patched)
-    fit_rotary.cache_clear()
+    _forms.clear()
 
     def gradient(model: nn.Module) -> Tensor:
         if within == "grad":

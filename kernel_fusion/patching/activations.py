@@ -17,7 +17,8 @@ from kernel_fusion.core.activations import ACTIVATIONS
 from kernel_fusion.functional import bias_act, softmax
 from kernel_fusion.patching.agree import FLOATING, disagreement, is_floating
 from kernel_fusion.patching.autocast import CudaAutocast, widened
-from kernel_fusion.patching.stand_in import StandIn, arguments, generator, has_still, plain_settings
+from kernel_fusion.patching.examining import generator
+from kernel_fusion.patching.stand_in import StandIn, arguments, has_still, plain_settings
 from kernel_fusion.patching.swap import Plan, is_captured
 
 # Any two of our activations differ somewhere by 3e-4; two fp32 spellings of one differ by less than this.

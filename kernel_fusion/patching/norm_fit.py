@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from kernel_fusion.core.activations import ACTIVATIONS
 from kernel_fusion.patching.agree import FLOATING, attempt, differing_bits, disagreement, same_function
 from kernel_fusion.patching.autocast import HALF, CudaAutocast
+from kernel_fusion.patching.examining import generator
 from kernel_fusion.patching.norms import Case, Gate, Key, NormForm
-from kernel_fusion.patching.stand_in import StandIn, arguments, generator, plain_settings
+from kernel_fusion.patching.stand_in import StandIn, arguments, plain_settings
 
 _EPS = (1e-5, 1e-6, 1e-8, 1e-12, torch.finfo(torch.float32).eps)
 # A longer row is tried out only for PyTorch's own forward, which is known to read nothing but the shape it was given,

@@ -15,13 +15,14 @@ from kernel_fusion.core import checks
 from kernel_fusion.patching import norm_fit, rewrite
 from kernel_fusion.patching.activations import fit_activation, fit_softmax, known_activation
 from kernel_fusion.patching.confirm import confirm
+from kernel_fusion.patching.examining import COMMUNICATES, Isolation, examining
 from kernel_fusion.patching.norms import NormForm
 from kernel_fusion.patching.report import Line, Report
 from kernel_fusion.patching.rewrite import RewriteForm
 from kernel_fusion.patching.rewriter import Site
 from kernel_fusion.patching.rotary import ONCE, AnglesForm, confirm_rotary, fit_angles, fit_rotary
 from kernel_fusion.patching.sites import Act, identity, is_dropout
-from kernel_fusion.patching.stand_in import buffers, examining, settings, too_large
+from kernel_fusion.patching.stand_in import buffers, settings, too_large
 from kernel_fusion.patching.swap import Plan, change, holds_own, is_changed, original_class, plan_of, restore
 
 _TORCH_NORMS = (nn.LayerNorm, nn.RMSNorm)
@@ -88,8 +89,7 @@ def patch(
         raise TypeError(f"`patch`: `model` must be a torch.nn.Module, got {type(model).__name__}")
     checks.rounding("patch", rounding, "match")
     start = time.perf_counter()
-    walk = _Walk(rounding)
-    with examining(), walk.undo:
+    with examining() as isolation, (walk := _Walk(rounding, isolation)).undo:
         named = [(name, module) for name, module in model.named_modules() if not _is_ours(module)]
         walk.report.model = type(model).__name__
         walk.report.already = sum(plan_of(module) is not None for _, module in named)
@@ -141,8 +141,8 @@ def unpatch(model: nn.Module) -> Report:
 class _Walk:
     """One walk through a model, which examines each kind of module once."""
 
-    def __init__(self, rounding: str) -> None:
-        self.rounding = rounding
+    def __init__(self, rounding: str, isolation: Isolation) -> None:
+        self.rounding, self.isolation = rounding, isolation
         self.report = Report("")
         self.known: dict[Any, Any] = {}
         self.makers: list[tuple[str, nn.Module, AnglesForm]] = []
@@ -150,10 +150,12 @@ class _Walk:
         self.turned: set[str] = set()  # of angles that they are given
         self.undo = contextlib.ExitStack()  # after an error, as of Ctrl-C
 
-    def once(self, key: Any, examine: Callable[[], T]) -> T:
-        """The answer for a key, examined once."""
+    def once(self, key: Any, examine: Callable[[], T], stopped: Callable[[str], Any] = lambda reason: None) -> T:
+        """The answer for a key, examined once; that of `stopped` to the reason if some of the code was stopped."""
         if key not in self.known:
-            self.known[key] = examine()
+            self.isolation.stopped = None
+            found = examine()
+            self.known[key] = found if self.isolation.stopped is None else stopped(self.isolation.stopped)
         return self.known[key]  # type: ignore[no-any-return]
 
     def leaf(self, name: str, module: nn.Module, norms: bool, activations: bool) -> None:
@@ -164,7 +166,8 @@ class _Walk:
             answer = reason
         if isinstance(answer, NormForm):
             form = answer
-            answer = self.once((form, _kind(module), _place(module)), lambda: confirm(module, form)) or form
+            key = form, _kind(module), _place(module)
+            answer = self.once(key, lambda: confirm(module, form), lambda reason: reason) or form
         self._settle(name, module, answer)
 
     def _settle(self, name: str, module: nn.Module, answer: Plan | str) -> None:
@@ -180,23 +183,23 @@ class _Walk:
 
     def _form(self, module: nn.Module, norms: bool, activations: bool) -> Any:
         """The form of a module without submodules, the reason why it has none, or None if nobody would expect one."""
-        kind = type(module)
         if isinstance(module, nn.Softmax):
-            return self.once(_kind(module), lambda: fit_softmax(module)) if activations else None
+            return self.once(_kind(module), lambda: fit_softmax(module), str) if activations else None
         if not _may_be_ours(module):
             return None
-        form: Any = None
-        if too_large(module):
-            form = norm_fit.TOO_LONG
-        elif norms and not kind.__module__.startswith("torch.nn.modules.activation"):
-            form = self.once(_kind(module), lambda: norm_fit.fit(module, self.rounding))
-        if isinstance(form, NormForm):
-            return form
-        if activations and not too_large(module):
-            found = self.once(("activation", _kind(module)), lambda: fit_activation(module))
-            if found is not None:
-                return found
-        return form if "norm" in kind.__name__.lower() else None
+        expected = "norm" in type(module).__name__.lower()
+
+        def examine() -> Any:
+            if too_large(module):
+                return norm_fit.TOO_LONG if expected else None
+            form: Any = None
+            if norms and not type(module).__module__.startswith("torch.nn.modules.activation"):
+                form = norm_fit.fit(module, self.rounding)
+            if isinstance(form, NormForm):
+                return form
+            return (fit_activation(module) if activations else None) or (form if expected else None)
+
+        return self.once(_kind(module), examine, lambda reason: reason if expected or reason is COMMUNICATES else None)
 
     def angles(self, name: str, module: nn.Module) -> None:
         """Note a module that makes cos and sin."""
@@ -245,7 +248,7 @@ class _Walk:
         if (site.modulated and not form.modulates) or not _only_forward(norm):
             return False
         key = "site", site.adds, site.modulated, form, _kind(norm), _place(norm)
-        reason = self.once(key, lambda: confirm(norm, form, site.adds, site.modulated))
+        reason = self.once(key, lambda: confirm(norm, form, site.adds, site.modulated), lambda reason: reason)
         if reason is not None:
             text = f"{site._replace(norm='it', dropout='')}: {reason}"
             line = Line(type(norm).__name__, text, f"{name}.{site.norm}")

@@ -6,8 +6,8 @@ a patched module marks those it makes. A call whose angles have no mark runs its
 
 from __future__ import annotations
 
-import functools
 import itertools
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from kernel_fusion.functional.rotary import rotate
 from kernel_fusion.patching.agree import FLOATING, attempt, differing_bits, disagreement
-from kernel_fusion.patching.stand_in import StandIn, arguments, examining, generator
+from kernel_fusion.patching.examining import examining, generator
+from kernel_fusion.patching.stand_in import StandIn, arguments
 from kernel_fusion.patching.swap import Plan, is_bare, is_captured
 
 _MARK = "_kf_angles"
@@ -161,20 +162,33 @@ class RotaryForm(NamedTuple):
         return known and angles[1] == tokens and angles[0] in (1, batch)
 
 
-@functools.cache
+# Keys have the identity of a function, which a reloaded module replaces; an entry is forgotten with its function.
+_forms: dict[tuple[int, int], RotaryForm | None] = {}
+
+
 def fit_rotary(function: Any, count: int) -> RotaryForm | None:
-    """The form of a function of `count` tensors of heads, cos and sin, or None."""
-    with examining():
-        for layout, interleaved, dim in itertools.product(_REPEAT, (False, True), (1, 2)):
-            trial = _Trial(function, count, layout, interleaved, dim)
-            if not trial.same(_COLUMNS // 2):
-                continue
-            rounding = {key: found for key in itertools.product(FLOATING, FLOATING) if (found := trial.rounding(*key))}
-            if (torch.float32, torch.float32) not in rounding:
-                return None
-            moved = _Trial(function, count, layout, interleaved, 3 - dim)
-            moves = moved.same(_COLUMNS // 2, unsqueeze_dim=3 - dim)
-            return RotaryForm(layout, interleaved, trial.same(_COLUMNS // 2 - 2), dim, moves, rounding)
+    """The form of a function of `count` tensors of heads, cos and sin, or None; examined once."""
+    key = id(function), count
+    try:
+        return _forms[key]
+    except KeyError:
+        weakref.finalize(function, _forms.pop, key, None).atexit = False
+    with examining() as isolation:
+        form = _fit_rotary(function, count)
+        return _forms.setdefault(key, form if isolation.stopped is None else None)
+
+
+def _fit_rotary(function: Any, count: int) -> RotaryForm | None:
+    for layout, interleaved, dim in itertools.product(_REPEAT, (False, True), (1, 2)):
+        trial = _Trial(function, count, layout, interleaved, dim)
+        if not trial.same(_COLUMNS // 2):
+            continue
+        rounding = {key: found for key in itertools.product(FLOATING, FLOATING) if (found := trial.rounding(*key))}
+        if (torch.float32, torch.float32) not in rounding:
+            return None
+        moved = _Trial(function, count, layout, interleaved, 3 - dim)
+        moves = moved.same(_COLUMNS // 2, unsqueeze_dim=3 - dim)
+        return RotaryForm(layout, interleaved, trial.same(_COLUMNS // 2 - 2), dim, moves, rounding)
     return None
 
 

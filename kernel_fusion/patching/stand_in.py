@@ -6,33 +6,23 @@ sets on itself.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import inspect
-import threading
 import types
-import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._python_dispatch import _disable_current_modes
 
+from kernel_fusion.patching.examining import generator
 from kernel_fusion.patching.swap import original_class
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype})
 _SMALL = 4096  # elements of a buffer whose values are compared
 _LARGEST = 2**24  # elements of all tensors of a module that is examined; a table of 131072 positions has as many
-_one_at_a_time = threading.RLock()  # threads and warnings are the process's
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    """A generator that leaves the user's random numbers alone."""
-    return torch.Generator().manual_seed(seed)
 
 
 class StandIn:
@@ -185,34 +175,3 @@ def arguments(function: Any) -> list[inspect.Parameter] | None:
     if any(p.kind == p.VAR_POSITIONAL or (p.kind == p.KEYWORD_ONLY and p.default is p.empty) for p in parameters):
         return None
     return [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-
-
-def _no_hooks() -> contextlib.AbstractContextManager[None]:
-    """Within, no checkpoint sees which tensors are saved; torch.func allows no hooks at all."""
-    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
-        return contextlib.nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
-
-
-@contextlib.contextmanager
-def examining() -> Iterator[None]:
-    """Within: one thread, faster for small tensors; new tensors on the CPU; no warnings, modes or transforms."""
-    with (
-        _one_at_a_time,
-        warnings.catch_warnings(),
-        torch.autocast("cpu", enabled=False),
-        torch.autocast("cuda", enabled=False),
-        torch.inference_mode(False),
-        _disable_current_modes(),  # such as FakeTensorMode
-        temporarily_clear_interpreter_stack(),  # torch.func's
-        _no_hooks(),
-        torch.device("cpu"),
-        torch.random.fork_rng([]),
-    ):
-        warnings.simplefilter("ignore")
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)
