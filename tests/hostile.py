@@ -12,6 +12,7 @@ with NaN (`torch.use_deterministic_algorithms`), so a result that nobody wrote s
 from __future__ import annotations
 
 import ctypes
+import itertools
 import re
 import sys
 import warnings
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernel_fusion.backends import eager
 from kernel_fusion.core import arguments
 from kernel_fusion.core.activations import formula
 from kernel_fusion.operators import loader
@@ -170,6 +172,10 @@ def right_calls(device: str, heads: tuple[int, int, int] = (2, 4, 3)) -> dict[st
     rotary = {"query": query, "key": key, "query_weight": w, "key_weight": b, **tables, "eps": 1e-5, **options}
     rotary_calls = [rotary, rotary | bare | {"key": None}]
     given = {"dy": _randn(device, *of_query), "dy_key": _randn(device, *of_key)}
+    codes = [
+        {"dtype": torch.float8_e4m3fn, "scale": None, "block": 128, "keeps": True},
+        {"dtype": torch.int8, "scale": torch.tensor([0.02], device=device), "block": 0, "keeps": False},
+    ]
     return {
         "layer_norm": [{"input": x, **affine}],
         "rms_norm": [{"input": x, **affine}],
@@ -182,16 +188,20 @@ def right_calls(device: str, heads: tuple[int, int, int] = (2, 4, 3)) -> dict[st
         ],
         **dict.fromkeys(("reduce", "reduce_reference"), reduce),
         **dict.fromkeys(("softmax", "softmax_reference"), soft),
-        **dict.fromkeys(("qk_norm_rope", "qk_norm_rope_reference"), rotary_calls),
+        **dict.fromkeys(("qk_norm_rope", "qk_norm_rope_reference", "qk_norm_rope_on_gpu"), rotary_calls),
         "qk_norm_rope_bwd": [
             given | rotary | {"output_mask": [True] * 4},
             given | rotary | bare | {"query": None, "key": None, "output_mask": [True, True, False, False]},
         ],
         "softmax_bwd": [{"dy": dy, "y": y, "scale": 0.5, "leaves_out": True}],
+        "quantize": [{"input": x} | {name: each[name] for name in ("dtype", "scale", "block")} for each in codes],
+        "quantized_row_norm": [call | each for call, each in zip(staged, itertools.cycle(codes), strict=False)],
+        "quantized_gate": [{"gate": x, "value": r, "activation": "silu"} | each for each in codes],
     }
 
 
 _BY_TRITON = ("staged_row_norm", "pointwise", "reduce", "softmax", "qk_norm_rope")
+_BY_TRITON += ("quantize", "quantized_row_norm", "quantized_gate")
 
 
 def right_triton_calls(device: str) -> dict[str, list[Arguments]]:
@@ -350,6 +360,24 @@ def _qk_norm_rope_bwd(dy: Tensor, dy_key: Any, query: Any, key: Any, **call: Any
     return tuple(next(found) if t is not None and wants_it else None for t, wants_it in zip(leaves, wants, strict=True))
 
 
+def _quantized(y: Tensor, keeps: bool, dtype: Any, scale: Any, block: int) -> tuple[Any, ...]:
+    """Codes, scales unless they are given, and the result itself if it is kept."""
+    if scale is not None:
+        scale = scale.clone()  # a number divided by an efficient zero tensor is infinite without a sign in PyTorch
+    values, scales = eager.quantize(y, dtype, scale, block)
+    return values, scales if scale is None else None, y if keeps else None
+
+
+def _quantized_row_norm(dtype: Any, scale: Any, block: int, keeps: bool, **call: Any) -> tuple[Any, ...]:
+    y, h = torch.ops.kernel_fusion.staged_row_norm_reference(**call)
+    return *_quantized(y, keeps, dtype, scale, block), h
+
+
+def _quantized_gate(gate: Tensor, value: Tensor, activation: str, keeps: bool, **codes: Any) -> tuple[Any, ...]:
+    y = torch.ops.kernel_fusion.pointwise_reference(gate, value, "gate", activation, 1.0, 0.0, None)
+    return _quantized(y, keeps, **codes)
+
+
 # Operators that only the graph of another one calls, with results that it alone knows how to read.
 _WITHOUT_DEFINITION = ("pointwise_fwd", "reduce_fwd", "softmax_fwd")
 
@@ -362,7 +390,11 @@ _DEFINITIONS: dict[str, Callable[..., Any]] = {
     "pointwise_bwd": _pointwise_bwd,
     "softmax_bwd": _softmax_bwd,
     "qk_norm_rope_fwd": lambda **call: torch.ops.kernel_fusion.qk_norm_rope_reference(**call),
+    "qk_norm_rope_on_gpu": lambda **call: torch.ops.kernel_fusion.qk_norm_rope_reference(**call),
     "qk_norm_rope_bwd": _qk_norm_rope_bwd,
+    "quantize": lambda input, **codes: _quantized(input, False, **codes)[:2],
+    "quantized_row_norm": _quantized_row_norm,
+    "quantized_gate": _quantized_gate,
 }
 
 
@@ -414,6 +446,9 @@ def assert_same(got: Any, want: Any, call: Arguments) -> None:
         if "stats" in call and not call["stats"].isfinite().all():
             # No forward gives such statistics, and the order of products decides between infinity and NaN.
             values = [t.where(t.isfinite(), torch.nan) for t in values]
+        if ours.dtype == torch.int8:  # the last digit of what is rounded decides between two codes
+            torch.testing.assert_close(*values, rtol=0, atol=1)
+            continue
         torch.testing.assert_close(*values, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
@@ -460,9 +495,15 @@ def argument_types(operator: str) -> dict[str, str]:
     return {name: kind for kind, name in re.findall(r"([\w\[\]]+\??) (\w+)[,=)]", written)}
 
 
+def registered(triton: bool = False) -> list[str]:
+    """The names of all our operators that the dispatcher has: Triton's, once they are defined, or the others."""
+    found = (schema.name.split("::") for schema in torch._C._jit_get_all_schemas())
+    return sorted(name for owner, name in found if owner == "kernel_fusion" and name.startswith("triton_") == triton)
+
+
 def operators() -> list[tuple[str, str]]:
-    """Every operator with every argument."""
-    return [(operator, argument) for operator in right_calls("cpu") for argument in argument_types(operator)]
+    """Every registered operator with every argument. One without right calls is a KeyError where it is called."""
+    return [(operator, argument) for operator in registered() for argument in argument_types(operator)]
 
 
 @contextmanager

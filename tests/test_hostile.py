@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import hostile
 import pytest
@@ -24,6 +25,9 @@ from kernel_fusion.config import cxx_compiler
 from kernel_fusion.operators import fallback, loader, schemas, stubs
 
 
+_STUBS = dict.fromkeys(schemas.VERBS, stubs._verb_stub) | dict.fromkeys(schemas.QUANTIZED, stubs._quantized_stub)
+
+
 @pytest.fixture(autouse=True)
 def _filled_memory() -> Iterator[None]:
     """Fresh memory holds NaN, or the largest integer, so that a result that nobody wrote shows."""
@@ -32,27 +36,40 @@ def _filled_memory() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # PyTorch's remarks on what is nested, sparse or quantized
-@pytest.mark.parametrize(("operator", "argument"), hostile.operators())
+@pytest.mark.parametrize(
+    ("operator", "argument"),
+    [
+        pytest.param(*pair, marks=pytest.mark.slow if pair[0].endswith("_on_gpu") else ())  # Triton's interpreter
+        for pair in hostile.operators()
+    ],
+)
 def test_hostile_arguments(operator: str, argument: str, target: Target) -> None:
     """Every value of an argument gives what the definition gives, or a sentence; then a right call works."""
     _check(operator, argument, target)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(("operator", "argument"), [pair for pair in hostile.operators() if pair[0] in schemas.VERBS])
+@pytest.mark.parametrize(("operator", "argument"), [pair for pair in hostile.operators() if pair[0] in _STUBS])
 def test_hostile_arguments_without_the_extension(operator: str, argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stubs, which serve calls where there is no compiler, check as much as the extension does."""
-    stub = stubs._verb_stub(operator)
+    stub = _STUBS[operator](operator)
     monkeypatch.setattr(loader, "is_loaded", lambda: False)
     monkeypatch.setattr(loader, "load", lambda: False)
     for _, call in hostile.hostile_calls(operator, argument, "cpu"):
-        given = schemas.bind(schemas.overload(operator), (), call)
+        filled = {name: _filled(value) for name, value in call.items()}  # by the dispatcher, before it calls a stub
+        given = schemas.bind(schemas.overload(operator), (), filled)
         assert hostile.judge(operator, call, partial(stub, *given)) in ("served", "refused")
 
 
+def _filled(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) and value._is_zerotensor() else value
+
+
 def test_every_operator_has_right_calls() -> None:
-    """A new operator stands in the table of hostile.py too."""
-    assert {name for name, _ in hostile.operators()} == {*schemas.VERBS, *schemas.PARTS, *schemas._REFERENCES}
+    """A new operator of the dispatcher, quantised or not, ours or Triton's, stands in the table of hostile.py too."""
+    fallback.define_triton()
+    assert sorted(hostile.right_calls("cpu")) == hostile.registered()
+    assert sorted(hostile.right_triton_calls("cpu")) == hostile.registered(triton=True)
 
 
 # On a GPU these are tests of its kernels; without one, of the interpreter's.

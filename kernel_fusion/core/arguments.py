@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from kernel_fusion.core import checks, stages
+from kernel_fusion.core.quantize import LARGEST
 
 _NAMES: dict[str, Collection[str]] = {
     **stages.NAMES,
@@ -47,6 +48,8 @@ def check(operator: str, arguments: Mapping[str, Any]) -> None:
         _together(operator, arguments)  # only norms have `num_dims`
     if "dropout_p" in arguments:
         _dropout(operator, arguments["dropout_p"], arguments.get("seed"))
+    if "block" in arguments:
+        _codes(operator, **{name: arguments[name] for name in ("dtype", "scale", "block")}, rows=_first(arguments))
     if "combine" in arguments and (arguments["combine"] == "first") != (arguments["b"] is None):
         raise TypeError(
             f"kernel_fusion::{operator}: `b` must be None where `combine` is 'first', and a tensor elsewhere"
@@ -76,6 +79,28 @@ def _dropout(operator: str, p: float, seed: Tensor | None) -> None:
     if seed is not None and not is_seed(seed):
         raise RuntimeError(
             f"kernel_fusion::{operator}: `seed` must be one int64, of shape [1], got {seed.dtype} {list(seed.shape)}"
+        )
+
+
+def _first(arguments: Mapping[str, Any]) -> Tensor:
+    return next(value for value in arguments.values() if isinstance(value, Tensor))
+
+
+def _codes(operator: str, dtype: torch.dtype, scale: Tensor | None, block: int, rows: Tensor) -> None:
+    """Raise unless rows can be quantised so."""
+    if dtype not in LARGEST:
+        choices = ", ".join(str(each).removeprefix("torch.") for each in LARGEST)
+        raise ValueError(f"kernel_fusion::{operator}: `dtype` must be one of {choices}, got {dtype}")
+    if block < 0:
+        raise ValueError(f"kernel_fusion::{operator}: `block` must not be negative, got {block}")
+    if scale is None:
+        if rows.dim() == 0:
+            raise RuntimeError(f"kernel_fusion::{operator}: a scale of rows needs a dimension, and the input has none")
+        return
+    if scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != rows.device:
+        raise RuntimeError(
+            f"kernel_fusion::{operator}: `scale` must be one float32 number on {rows.device}, got {scale.dtype} of "
+            f"shape {list(scale.shape)} on {scale.device}"
         )
 
 

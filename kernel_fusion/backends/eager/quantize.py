@@ -18,7 +18,8 @@ def quantize(input: Tensor, dtype: torch.dtype, scale: Tensor | None, block: int
         return _codes(v, scale.reshape(()), dtype).contiguous(), v.new_empty(0)
     cols = input.shape[-1]
     blocks = num_scales(cols, block)
-    width = block or max(cols, 1)
+    # A block may be longer than a row, which is then one block: padding to any number would exhaust the memory.
+    width = torch.sym_min(block, torch.sym_max(cols, 1)) if block else max(cols, 1)
     v = torch.nn.functional.pad(v, (0, blocks * width - cols)).unflatten(-1, (blocks, width))
     s = _scales(v.abs().amax(-1), dtype)
     codes = _codes(v, s[..., None], dtype).flatten(-2)[..., :cols]
