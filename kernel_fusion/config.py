@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from kernel_fusion.errors import KernelFusionError
+
 _ON, _OFF = ("1", "true", "on", "yes", "y"), ("0", "false", "off", "no", "n")
 BACKENDS = ("cuda", "triton", "cpu", "eager")
 
@@ -68,7 +70,11 @@ def use_backend(name: str | None) -> Iterator[None]:
 
 
 def cache_dir() -> Path:
-    """The folder of the compiled extension and kernels, an absolute path; it may not exist yet."""
+    """The folder of the compiled extension and kernels, an absolute path; it may not exist yet.
+
+    Raises:
+        KernelFusionError: a variable names the home of an unknown user.
+    """
     chosen = _folder("KERNEL_FUSION_CACHE_DIR")
     if chosen is not None:
         return chosen.absolute()
@@ -87,7 +93,12 @@ def uses_tuned_tables() -> bool:
 
 def _folder(variable: str) -> Path | None:
     value = os.environ.get(variable)
-    return Path(os.path.expanduser(value)) if value else None
+    if not value:
+        return None
+    folder = os.path.expanduser(value)
+    if folder.startswith("~") and folder.split("/")[0] != "~":  # or a folder of that name would be made
+        raise KernelFusionError(f"{variable} is {value!r}, but no user of that name has a home on this machine")
+    return Path(folder)
 
 
 _COMPILERS = ("g++", "clang++", "c++")

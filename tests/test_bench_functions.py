@@ -87,6 +87,30 @@ def test_what_cannot_be_compared_is_refused(call: Callable[[Tensor], Any], messa
         call(torch.randn(8, 16))
 
 
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (None, "mine must return a floating-point tensor or a tuple of them, got NoneType"),
+        ([torch.ones(8)], "got list"),
+        ((), "got an empty tuple"),
+        ((torch.ones(8), None), "got NoneType"),
+        (torch.ones(8, dtype=torch.int64), "got a tensor of torch.int64"),
+        (torch.ones(0, 8), r"mine must return tensors with elements, got the shape \(0, 8\)"),
+    ],
+)
+@pytest.mark.parametrize("baseline", ["mine", "pytorch"])
+def test_results_of_other_kinds_are_refused(returned: Any, message: str, baseline: str) -> None:
+    """Of the baseline and of every other function: a sentence that names it, instead of an error from within."""
+    with pytest.raises((TypeError, ValueError), match=message):
+        compare(lambda x: returned, torch.randn(8, 16), baseline=baseline)
+
+
+def test_inputs_that_are_no_tensors_are_refused() -> None:
+    """A sentence, before any function is called."""
+    with pytest.raises(TypeError, match="`inputs` must be tensors, got float"):
+        compare(torch.sum, [1.0])
+
+
 def test_the_room_is_imported_when_it_is_read() -> None:
     """`import kernel_fusion` does without; `kf.bench` is there all the same."""
     code = """

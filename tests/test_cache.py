@@ -18,6 +18,7 @@ import pytest
 from kernel_fusion.config import cache_dir
 from kernel_fusion.core import cache
 from kernel_fusion.core.cache import Cache, digest
+from kernel_fusion.errors import KernelFusionError
 
 KEY, OTHER_KEY = digest("a key"), digest("another key")
 PAYLOAD = bytes(range(256)) * 40
@@ -217,6 +218,15 @@ def test_where_the_cache_is(variables: str, monkeypatch: pytest.MonkeyPatch) -> 
     for name, value in values.items():
         monkeypatch.setenv(name, value)
     assert str(cache_dir()) == place
+
+
+@pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "KERNEL_FUSION_CACHE_DIR"])
+def test_the_home_of_an_unknown_user_is_no_folder(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`~nobody-here/x` is an error that names the variable; no folder `~nobody-here` is made in the current one."""
+    monkeypatch.delenv("KERNEL_FUSION_CACHE_DIR", raising=False)
+    monkeypatch.setenv(variable, "~nobody-here/x")
+    with pytest.raises(KernelFusionError, match=rf"{variable} is '~nobody-here/x', but no user of that name"):
+        Cache("kind", ".bin").write(KEY, PAYLOAD)
 
 
 def test_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

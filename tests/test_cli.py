@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import json
 import logging
 import os
 import re
@@ -309,6 +310,50 @@ def test_warmup_refuses_bad_options(arguments: list[str], message: str) -> None:
     assert message in " ".join(result.output.replace("│", " ").split())
 
 
+_LLAMA: dict[str, Any] = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+_LLAMA |= {"num_attention_heads": 2, "vocab_size": 64, "architectures": ["LlamaForCausalLM"]}
+_DEEP = "`num_hidden_layers` must be at most 1000"
+_BAD_CONFIGURATIONS: dict[str, tuple[Any, str]] = {
+    "no JSON": ("{", "is no configuration"),
+    "a list": ([1], "is no configuration"),
+    "nothing": ({}, "is no configuration"),
+    "bytes": ("\udcff", "is no configuration"),
+    "an unknown type": (_LLAMA | {"model_type": "no_such"}, "is no configuration"),
+    "code of its own": ({"auto_map": {"AutoConfig": "x.Y"}, "model_type": "own"}, "is no configuration"),
+    "a function": (_LLAMA | {"architectures": ["is_torch_available"]}, "must name a model class"),
+    "a configuration": (_LLAMA | {"architectures": ["LlamaConfig"]}, "must name a model class"),
+    "another class": (_LLAMA | {"architectures": ["Trainer"]}, "must name a model class"),
+    "no class": (_LLAMA | {"architectures": ["NoSuchModel"]}, "must name a model class"),
+    "a number": (_LLAMA | {"architectures": [3]}, "is no configuration"),
+    "no name": (_LLAMA | {"architectures": []}, "must name a model class"),
+    "another model's": (_LLAMA | {"architectures": ["WhisperModel"]}, "describes no model that WhisperModel can be"),
+    "no heads": (_LLAMA | {"num_attention_heads": 0}, ""),
+    "negative sizes": (_LLAMA | {"hidden_size": -64}, ""),
+    "names for sizes": (_LLAMA | {"hidden_size": "many"}, ""),
+    "an unknown activation": (_LLAMA | {"hidden_act": "no_such"}, "describes no model"),
+    "too large": (_LLAMA | {"intermediate_size": 2**40}, "describes no model"),
+    "too deep": (_LLAMA | {"num_hidden_layers": 10**9}, _DEEP),
+    "too deep within": ({"model_type": "llava", "text_config": _LLAMA | {"num_hidden_layers": 1e12}}, _DEEP),
+    "other inputs": ({"model_type": "wav2vec2", "architectures": ["Wav2Vec2Model"]}, "no inputs are known"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers about odd values
+@pytest.mark.parametrize("name", _BAD_CONFIGURATIONS)
+def test_warmup_refuses_bad_configurations(name: str, tmp_path: Path, empty_cache: Path) -> None:
+    """A usage error in one sentence that names the file, whatever transformers raises; nothing else is called."""
+    pytest.importorskip("transformers")
+    content, message = _BAD_CONFIGURATIONS[name]
+    file = tmp_path / "config.json"
+    text = content if isinstance(content, str) else json.dumps(content)
+    file.write_bytes(text.encode(errors="surrogateescape"))
+    result = run("warmup", "--model", str(file), "--arch", "90")
+    assert result.exit_code == 2, result.output
+    assert type(result.exception) is SystemExit
+    assert "Invalid value for --model" in result.output
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
 def test_warmup_says_which_package_is_missing(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without cuda-core no kernel can be compiled: a sentence with what to install, and no traceback."""
     monkeypatch.setitem(sys.modules, "cuda.core", None)
@@ -437,6 +482,82 @@ def test_hf_kernel_writes_a_folder_once(tmp_path: Path) -> None:
     again = run(*command)
     assert again.exit_code == 1
     assert "write to a new folder" in again.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["bench", "models", "--output-dir", ""],
+        ["profile", "layer_norm", "--output-dir", " "],
+        ["plot", "RESULTS", "--output-dir", ""],
+        ["report", "RESULTS", "--output", ""],
+        ["tune", "--output", ""],
+        ["models", "LlamaForCausalLM", "--output", ""],
+        ["cache", "--export", ""],
+        ["hf-kernel", "--output", ""],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_an_empty_name_is_no_folder(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A usage error, and nothing is written into the current folder, which is what an empty path means to Python."""
+    path = results_of(measured("pytorch", 1.0)).write_json(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    result = run(*(str(path) if word == "RESULTS" else word for word in arguments))
+    assert result.exit_code == 2, result.output
+    words = " ".join(result.output.replace("│", " ").split())
+    assert "expected the name of a file or folder, got an empty one" in words
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "file"),
+    [
+        (["bench", "models", "--quick", "--device", "cpu", "--output-dir", "."], "models-quick.md"),
+        (["bench", "models", "--quick", "--device", "cpu", "--output-dir", "."], "models-quick.json"),
+        (["profile", "layer_norm", "--device", "cpu", "--output-dir", "."], "pytorch_profile.json"),
+        (["profile", "layer_norm", "--device", "cpu", "--output-dir", "."], "profile.md"),
+        (["plot", "RESULTS", "--kind", "speedup", "--output-dir", "."], "PICTURE"),
+        (["report", "RESULTS"], "report.html"),
+        (["report", "RESULTS", "--output", "RESULTS"], "RESULTS"),
+        (["models", "LlamaForCausalLM", "--output", "page.md"], "page.md"),
+        (["hf-kernel", "--output", "."], "README.md"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)
+def test_what_others_wrote_is_not_overwritten(
+    arguments: list[str], file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sentence with the file's path, before long work; the file is as it was."""
+    monkeypatch.chdir(tmp_path)
+    theirs = [measured("pytorch", 1.0), measured("ours/cpu", 1.0)]
+    results = results_of(*theirs).write_json(tmp_path / "results")
+    file = str(results) if file == "RESULTS" else file
+    if file == "PICTURE":
+        file = plot.plot(results_of(*theirs), tmp_path, ["speedup"])[0].name
+    if file != str(results):
+        Path(file).write_text("mine, made with kernel-fusion")
+    before = Path(file).read_bytes()
+    for module, name in ((bench_module, "_measure"), (trace, "record"), (report, "write")):
+        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("worked before it looked"))
+    result = run(*(str(results) if word == "RESULTS" else word for word in arguments))
+    assert result.exit_code == 1, result.output
+    assert re.search(rf"{re.escape(Path(file).name)}.*(does not overwrite|would be overwritten)", result.output)
+    assert Path(file).read_bytes() == before
+
+
+def test_what_a_command_wrote_it_may_overwrite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures, reports and traces are drawn again under their names."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    path = str(results_of(measured("pytorch", 1.0), measured("ours/cpu", 1.0)).write_json(tmp_path))
+    for command in (
+        *(["plot", path, "--kind", "speedup", "--format", format] for format in ("png", "svg")),
+        ["report", path],
+        ["profile", "layer_norm", "--device", "cpu", "--backends", "eager", "--shape", "8x16", "--output-dir", "."],
+    ):
+        for _ in range(2):
+            result = run(*command)
+            assert result.exit_code == 0, result.output
 
 
 def test_an_exported_cache_serves_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

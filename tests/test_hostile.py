@@ -24,7 +24,6 @@ import kernel_fusion as kf
 from kernel_fusion.config import cxx_compiler
 from kernel_fusion.operators import fallback, loader, schemas, stubs
 
-
 _STUBS = dict.fromkeys(schemas.VERBS, stubs._verb_stub) | dict.fromkeys(schemas.QUANTIZED, stubs._quantized_stub)
 
 

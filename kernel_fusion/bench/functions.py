@@ -82,8 +82,9 @@ def compare(
         a `Times`; print it.
 
     Raises:
-        ValueError: there is no function or tensor, `baseline` names no function, or results differ in shape from the
-            baseline's.
+        TypeError: an input is no tensor, or a function returns something else than floating-point tensors.
+        ValueError: there is no function or tensor, `baseline` names no function, a result has no elements, or results
+            differ in shape from the baseline's.
 
     Example:
         >>> import torch, kernel_fusion as kf
@@ -99,9 +100,12 @@ def compare(
         raise ValueError(f"`compare`: `baseline` must name one of the functions {list(functions)}, got {name!r}")
     if not tensors:
         raise ValueError("`compare`: `inputs` must be a tensor or several, got none")
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"`compare`: `inputs` must be tensors, got {type(tensor).__name__}")
     device = tensors[0].device
     arguments = Inputs({f"input {at}": tensor for at, tensor in enumerate(tensors)}, ())
-    cotangents = tuple(map(torch.randn_like, arguments.call(functions[name])))
+    cotangents = tuple(map(torch.randn_like, _results(name, functions[name], arguments)))
     given = replace(arguments, cotangents=cotangents)
     per_call = sum(t.nbytes for t in given.tensors)
     count = timing.rotating_calls(per_call) if device.type == "cuda" else 1
@@ -116,20 +120,34 @@ def compare(
     return Times(name, timings, differences)
 
 
+def _results(name: str, function: Callable[..., Any], inputs: Inputs) -> tuple[Tensor, ...]:
+    """The results of a function, all of them floating-point tensors with elements."""
+    found = inputs.call(function)
+    if not found:
+        raise TypeError(f"`compare`: {name} must return a floating-point tensor or a tuple of them, got an empty tuple")
+    for value in found:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            got = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(f"`compare`: {name} must return a floating-point tensor or a tuple of them, got {got}")
+        if value.numel() == 0:
+            raise ValueError(f"`compare`: {name} must return tensors with elements, got the shape {tuple(value.shape)}")
+    return found
+
+
 def _differences(
     functions: Mapping[str, Callable[..., Any]], baseline: str, inputs: Inputs
 ) -> dict[str, dict[str, float]]:
     """The distance of each result and gradient from the baseline's, by name."""
 
-    def results(function: Callable[..., Any]) -> dict[str, Tensor]:
-        values = inputs.call(function)
+    def results(name: str) -> dict[str, Tensor]:
+        values = _results(name, functions[name], inputs)
         named = {f"result {at}": value.detach() for at, value in enumerate(values)}
         gradients = inputs.gradients(values) if inputs.leaves else ()
         return named | {f"gradient of {leaf[1:]}": g for leaf, g in zip(inputs.leaves, gradients, strict=True)}
 
-    expected, found = results(functions[baseline]), {}
+    expected, found = results(baseline), {}
     for name in (name for name in functions if name != baseline):
-        got = results(functions[name])
+        got = results(name)
         shapes, wanted = ({each: tuple(t.shape) for each, t in several.items()} for several in (got, expected))
         if shapes != wanted:
             raise ValueError(f"`compare`: results of {name} must have the shapes of {baseline}, {wanted}, got {shapes}")

@@ -321,6 +321,9 @@ def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {text[:150]}"
 
 
+TITLE = "# Models that were patched"
+
+
 def page(outcomes: Iterable[Outcome], command: str) -> str:
     """The page on the models that were patched, how they were checked, and what failed, as Markdown."""
     found = list(outcomes)
@@ -328,7 +331,7 @@ def page(outcomes: Iterable[Outcome], command: str) -> str:
     agreeing = [outcome for outcome in made if outcome.agrees]
     facts = machine.machine(torch.device("cpu"))
     lines = [
-        "# Models that were patched",
+        TITLE,
         "",
         f"`{command}` wrote this page on {facts['cpu']} ({facts['os']}), with {_versions()}.",
         "",

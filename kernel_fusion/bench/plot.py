@@ -5,6 +5,7 @@ Cells with noisy times stay empty and say so. Lines join points over row lengths
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +44,7 @@ _OURS = ("#0072B2", "#56B4E9", "#000000")
 _PEERS = ("#009E73", "#CC79A7", "#D55E00", "#7F7F00", "#F0E442")
 _MARKERS = "sv^DPX<>*h"
 _HATCHES = ("", "///", "...", "\\\\\\", "xxx", "ooo", "|||", "---", "+++", "***")
+_DRAWN_BY = "kernel-fusion, with Matplotlib"
 _SAVED = "saved for backward"
 _MANY = 16  # with more cells than this, bars would be too thin
 _WIDE_RANGE = 8  # beyond this ratio of the largest to the smallest value, an axis is logarithmic
@@ -59,16 +61,29 @@ def missing() -> str | None:
 
 
 def plot(results: Results, folder: Path, kinds: Iterable[PlotKind] | None = None, suffix: str = "png") -> list[Path]:
-    """Write the pictures of `kinds` (default: all) into `folder`; returns the paths."""
+    """Write the pictures of `kinds` (default: all) into `folder`; returns the paths.
+
+    Raises:
+        FileExistsError: a picture of one of the names is there that this function did not draw.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     paths: list[Path] = []
     for name, figure in pictures(results, kinds):
         path = folder / f"{results.stem}-{file_name(name)}.{suffix}"
         if path in paths:  # two names can become one file name
             path = path.with_stem(f"{path.stem}-{len(paths)}")
-        figure.savefig(path)
+        if path.exists() and not is_ours(path):
+            raise FileExistsError(
+                errno.EEXIST, "this picture is not of kernel-fusion, which does not overwrite it", str(path)
+            )
+        figure.savefig(path, metadata={"Creator" if suffix == "svg" else "Software": _DRAWN_BY})
         paths.append(path)
     return paths
+
+
+def is_ours(path: Path) -> bool:
+    """Whether `plot` drew a picture: its metadata say so."""
+    return _DRAWN_BY.encode() in path.read_bytes()
 
 
 def pictures(results: Results, kinds: Iterable[PlotKind] | None = None) -> Iterator[Picture]:

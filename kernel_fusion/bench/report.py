@@ -30,6 +30,11 @@ def write(runs: Iterable[Results], path: Path) -> None:
     os.replace(temporary, path)
 
 
+def is_ours(path: Path) -> bool:
+    """Whether `write` wrote a file: its title says so."""
+    return b"<title>kernel_fusion: " in path.read_bytes()
+
+
 def _run(anchor: str, results: Results) -> dict[str, Any]:
     pictures = list(_pictures(results))
     return {

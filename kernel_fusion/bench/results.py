@@ -158,8 +158,8 @@ class Results:
 
     @property
     def stem(self) -> str:
-        """The files' name without its extension. A quick run never overwrites a full one."""
-        return file_name(self.suite) + ("-quick" if self.quick else "")
+        """The files' name without its extension."""
+        return stem(self.suite, self.quick)
 
     @property
     def hardware(self) -> str:
@@ -311,6 +311,11 @@ def _results(head: Fields) -> Results:
         [Failure(**{f.name: each.get(f.name, TEXT) for f in fields(Failure)}) for each in head.objects("failures")],
         head.get("interrupted", FLAG),
     )
+
+
+def stem(suite: str, quick: bool) -> str:
+    """The name of a suite's files without extension. A quick run never overwrites a full one."""
+    return file_name(suite) + ("-quick" if quick else "")
 
 
 def file_name(name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,7 @@ import torch
 import typer
 from rich.console import Console
 
-from kernel_fusion.bench import machine, plot, providers, run_suite, summary, tables
+from kernel_fusion.bench import machine, plot, providers, results, run_suite, summary, tables
 from kernel_fusion.bench.operations import NORMS
 from kernel_fusion.bench.peers import PEERS, find, prepare
 from kernel_fusion.bench.providers import Provider
@@ -52,7 +53,10 @@ def bench(
         str | None, typer.Option(help=f"all, none, or some of {', '.join(PEERS)}. Default: the suite's.")
     ] = None,
     shape: Annotated[list[str] | None, typer.Option(help="RxN, repeatable: measured in place of the suite's.")] = None,
-    output_dir: Annotated[Path | None, typer.Option(help="Default: a new folder in kernel-fusion-results.")] = None,
+    output_dir: Annotated[
+        Path | None,
+        typer.Option(help="Default: a new folder in kernel-fusion-results.", parser=common.path_of, metavar="PATH"),
+    ] = None,
 ) -> None:
     """Measure our kernels beside PyTorch, its peers and the floor, after checking that results are right."""
     out = common.console()
@@ -77,9 +81,24 @@ def bench(
         threads=common.parse_numbers(threads, "--threads") if threads else None,
     )
     _check(chosen, selection)
+    if output_dir is not None:
+        _refuse_to_overwrite(output_dir, [results.stem(suite.name, quick) for suite in chosen])
     folder = common.writable(output_dir) if output_dir else common.new_folder(machine.device_slug(*devices))
     _warn(devices, out)
     raise typer.Exit(_measure_all(chosen, selection, folder, out))
+
+
+def _refuse_to_overwrite(folder: Path, stems: Sequence[str]) -> None:
+    """Raise if files of a suite's names are in the folder, and no results of ours among them."""
+    for stem in stems:
+        kept = folder / f"{stem}.json"
+        is_ours = partial(_holds_results, kept)
+        for suffix in (".json", ".csv", ".md"):
+            common.replaceable(folder / (stem + suffix), is_ours)
+
+
+def _holds_results(kept: Path, _: Path) -> bool:
+    return kept.is_file() and bool(results.read(kept))
 
 
 def _warn(devices: Sequence[torch.device], out: Console) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import functools
 import itertools
 import re
@@ -187,6 +188,29 @@ def writable(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=folder).close()
     return folder
+
+
+def path_of(text: str | Path) -> Path:
+    """The file or folder that an option names; an empty name is none, while `Path("")` is the current folder."""
+    if not str(text).strip():
+        raise typer.BadParameter("expected the name of a file or folder, got an empty one")
+    return Path(text)
+
+
+def replaceable(path: Path, is_ours: Callable[[Path], object]) -> Path:
+    """The path of a file to write: a new one, or one that the same command wrote.
+
+    Args:
+        path: where the file is to be.
+        is_ours: tells whether a file that is there comes from us, by its result or a ValueError.
+
+    Raises:
+        FileExistsError: there is another file.
+    """
+    with suppress(ValueError):
+        if not path.exists() or is_ours(path):
+            return path
+    raise FileExistsError(errno.EEXIST, "this file is not of kernel-fusion, which does not overwrite it", str(path))
 
 
 def new_folder(name: str) -> Path:

@@ -12,7 +12,7 @@ from kernel_fusion.bench import changes, results
 from kernel_fusion.bench import plot as plotting
 from kernel_fusion.bench import report as reporting
 from kernel_fusion.bench.tables import Table
-from kernel_fusion.cli.common import console, names, progress_console, show, writable
+from kernel_fusion.cli.common import console, names, path_of, progress_console, replaceable, show, writable
 
 
 def compare(
@@ -45,7 +45,9 @@ def plot(
     kind: Annotated[
         str | None, typer.Option(help=f"Some of {','.join(plotting.KINDS)}. Default: all that the results have.")
     ] = None,
-    output_dir: Annotated[Path | None, typer.Option(help="Default: beside each file.")] = None,
+    output_dir: Annotated[
+        Path | None, typer.Option(help="Default: beside each file.", parser=path_of, metavar="PATH")
+    ] = None,
 ) -> None:
     """Draw results: speed-ups over PyTorch, times, bandwidth, memory."""
     kinds = names(kind, plotting.KINDS, "kind of plot") if kind else None
@@ -64,7 +66,9 @@ def plot(
 
 def report(
     files: Annotated[list[Path], typer.Argument(metavar="RESULTS.json...", help="Results of `bench`.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("report.html"),
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The file to write.", parser=path_of, metavar="PATH")
+    ] = Path("report.html"),
 ) -> None:
     """Put results into one HTML file: tables, plots, machine, versions, method, commands. It needs no other file."""
     if reason := plotting.missing():
@@ -73,6 +77,7 @@ def report(
         raise typer.BadParameter(f"{output} is a folder; name a file", param_hint="--output")
     runs = [_read(file) for file in files]
     writable(output.parent)
+    replaceable(output, reporting.is_ours)
     reporting.write(track(runs, "report", console=progress_console()), output)
     console().print(f"wrote {output}", soft_wrap=True)
 

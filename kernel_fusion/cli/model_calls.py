@@ -7,6 +7,8 @@ memory of one of them. It sees few tokens, since no kernel depends on their numb
 from __future__ import annotations
 
 import importlib
+import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,8 +23,12 @@ from torch.utils._pytree import tree_leaves
 
 import kernel_fusion as kf
 from kernel_fusion.bench.model_coverage import default_dtype
+from kernel_fusion.errors import KernelFusionError
 
 _BATCH, _TOKENS = 2, 8
+_LAYERS = re.compile(r"(^|_)(n_layers?|layers|depths?|blocks)$")
+_MOST_LAYERS = 1000
+_MOST_WORDS = 300  # characters of another library's error, which may quote a whole file
 
 
 def calls_of(model: str, dtypes: Sequence[torch.dtype]) -> list[Callable[[], object]]:
@@ -32,7 +38,7 @@ def calls_of(model: str, dtypes: Sequence[torch.dtype]) -> list[Callable[[], obj
     once without arguments.
     """
     if Path(model).exists():
-        return [_steps(_of_configuration(model, dtype), dtype) for dtype in dtypes]
+        return [_steps(model, _of_configuration(model, dtype), dtype) for dtype in dtypes]
     module, _, name = model.partition(":")
     sys.path.insert(0, "")  # as `python -m` has it, and a console script has not
     try:
@@ -47,26 +53,68 @@ def _refused(problem: str) -> typer.BadParameter:
 
 
 def _of_configuration(path: str, dtype: torch.dtype) -> Any:
+    """The patched model of a configuration, with parameters that share memory."""
     try:
         transformers: Any = importlib.import_module("transformers")
-        config = transformers.AutoConfig.from_pretrained(path)
-        kind = getattr(transformers, (config.architectures or ["AutoModel"])[0])
     except ImportError as error:
         raise _refused("a configuration needs transformers (pip install transformers)") from error
-    except (AttributeError, OSError, ValueError) as error:
-        raise _refused(f"{path} is no configuration of a model of transformers: {error}") from error
-    with default_dtype(dtype), _without_parameters():
-        model = kind.from_config(config) if kind is transformers.AutoModel else kind(config)
-    _fill(model)
-    kf.patch(model)
-    return model
+    with _in_a_sentence(f"{path} is no configuration of a model of transformers"):
+        _check_depth(path)
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+    kind = _class_of(transformers, path, config.architectures)
+    with _in_a_sentence(f"{path} describes no model that {kind.__name__} can be"):
+        with default_dtype(dtype), _without_parameters():
+            model = kind.from_config(config) if kind is transformers.AutoModel else kind(config)
+        _fill(model)
+        kf.patch(model)
+        return model
 
 
-def _steps(model: Any, dtype: torch.dtype) -> Callable[[], None]:
+def _check_depth(path: str) -> None:
+    """Raise ValueError if a number of layers in the file exceeds that of any model; transformers makes lists of it."""
+    file = Path(path, "config.json") if Path(path).is_dir() else Path(path)
+    waiting: list[Any] = [json.loads(file.read_text(encoding="utf-8"))]
+    while waiting:
+        values = waiting.pop()
+        for name, value in values.items() if isinstance(values, dict) else ():
+            waiting.append(value)
+            numbers = [n for n in (value if isinstance(value, list) else [value]) if isinstance(n, int | float)]
+            if _LAYERS.search(name) and any(number > _MOST_LAYERS for number in numbers):
+                raise ValueError(f"`{name}` must be at most {_MOST_LAYERS}, got {value}")
+
+
+def _class_of(transformers: Any, path: str, architectures: Any) -> Any:
+    """The model class that a configuration names, or AutoModel if it names none."""
+    if architectures is None:
+        return transformers.AutoModel
+    name = architectures[0] if isinstance(architectures, list) and architectures else architectures
+    kind = getattr(transformers, name, None) if isinstance(name, str) else None
+    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
+        raise _refused(f"`architectures` of {path} must name a model class of transformers, got {architectures!r}")
+    return kind
+
+
+@contextmanager
+def _in_a_sentence(problem: str) -> Iterator[None]:
+    """Whatever a configuration makes transformers raise is a fault of the configuration."""
+    try:
+        yield
+    except (typer.BadParameter, KernelFusionError):
+        raise
+    except Exception as error:
+        words = " ".join(str(error).split())
+        raise _refused(f"{problem}: {type(error).__name__}: {words[:_MOST_WORDS]}") from error
+
+
+def _steps(path: str, model: Any, dtype: torch.dtype) -> Callable[[], None]:
     """Inference, then forward and backward of training."""
-    inputs = _inputs(model, dtype)
 
     def step() -> None:
+        with _in_a_sentence(f"the model of {path} cannot run"):
+            run()
+
+    def run() -> None:
+        inputs = _inputs(model, dtype)
         with torch.inference_mode():
             model.eval()(**inputs)
         results = [t for t in tree_leaves(model.train()(**inputs)) if isinstance(t, Tensor) and t.requires_grad]

@@ -12,13 +12,16 @@ import typer
 from rich.progress import track
 
 from kernel_fusion.bench import model_coverage, tiny_models, tiny_others
-from kernel_fusion.cli.common import console, progress_console, writable
+from kernel_fusion.cli.common import console, path_of, progress_console, replaceable, writable
 
 
 def models(
     names: Annotated[list[str] | None, typer.Argument(help="Classes, such as LlamaForCausalLM. Default: all.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="How many processes share the work.")] = 1,
-    output: Annotated[Path | None, typer.Option(help="Write the page of results there, as Markdown.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Write the page of results there, as Markdown.", parser=path_of, metavar="PATH"),
+    ] = None,
 ) -> None:
     """Patch small models of installed libraries, and check that each computes the same and works as before."""
     found = [*tiny_models.architectures(), *tiny_others.architectures()]
@@ -27,6 +30,7 @@ def models(
     chosen = [architecture for architecture in found if not names or architecture.name in names]
     if output is not None:
         writable(output.absolute().parent)
+        replaceable(output, lambda path: path.read_text().startswith(model_coverage.TITLE))
     outcomes = list(
         track(_examined(chosen, jobs), "models", len(chosen), console=progress_console(), disable=len(chosen) == 1)
     )

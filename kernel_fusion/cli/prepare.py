@@ -106,7 +106,11 @@ def cache(
     clear: Annotated[bool, typer.Option("--clear", help="Delete all entries.")] = False,
     export: Annotated[
         Path | None,
-        typer.Option(help="Copy all to a folder; with it as KERNEL_FUSION_CACHE_DIR no compiler or network is needed."),
+        typer.Option(
+            help="Copy all to a folder; with it as KERNEL_FUSION_CACHE_DIR no compiler or network is needed.",
+            parser=common.path_of,
+            metavar="PATH",
+        ),
     ] = None,
 ) -> None:
     """Show where compiled kernels and the extension are kept, and how much they take."""
@@ -141,7 +145,15 @@ def _export(folder: Path, out: Console) -> None:
 
 
 def hf_kernel(
-    output: Annotated[Path, typer.Option(help="A new folder, or one without builds.", show_default=False)],
+    output: Annotated[
+        Path,
+        typer.Option(
+            help="A new folder, or one without builds and card.",
+            show_default=False,
+            parser=common.path_of,
+            metavar="PATH",
+        ),
+    ],
 ) -> None:
     """Write our layers as a folder for the Hugging Face Hub: Triton kernels, for CUDA, ROCm and XPU."""
     folder = write_folder(output)

@@ -24,6 +24,8 @@ from kernel_fusion.bench.workloads import Workload
 from kernel_fusion.cli import common
 from kernel_fusion.operators.dispatch import unavailable_reason
 
+_SUMMARY = "profile.md"
+
 
 def profile(
     case: Annotated[
@@ -37,7 +39,8 @@ def profile(
         bool, typer.Option("--no-trace", help="Only make the calls of ours, for a profiler of your own, such as ncu.")
     ] = False,
     output_dir: Annotated[
-        Path | None, typer.Option(help="Default: a new folder in kernel-fusion-results for every run.")
+        Path | None,
+        typer.Option(help="Default: a new folder in kernel-fusion-results.", parser=common.path_of, metavar="PATH"),
     ] = None,
 ) -> None:
     """Trace PyTorch and our kernels, forward and backward, for chrome://tracing or ui.perfetto.dev."""
@@ -54,11 +57,16 @@ def profile(
             trace.make_calls(provider, workload, target)
             out.print(f"{provider.name}: made the calls of {workload}")
         return
+    contenders = [providers.pytorch(), *mine]
+    if output_dir is not None:
+        for each in contenders:
+            common.replaceable(output_dir / trace.file_name(each), lambda path: trace.read(path, target.type) or True)
+        common.replaceable(output_dir / _SUMMARY, lambda path: "`kernel-fusion profile " in path.read_text())
     folder = common.writable(output_dir) if output_dir else common.new_folder("profile")
     command = _command(case, shape, chosen, target, mine)
     about = results.describe([target], shlex.join(["kernel-fusion", *command]), trace.METHOD, {})
     try:
-        for provider in track([providers.pytorch(), *mine], "traces", console=common.progress_console()):
+        for provider in track(contenders, "traces", console=common.progress_console()):
             try:
                 traces.append(trace.record(provider, workload, target, folder))
             except Exception as error:  # any failure counts against this contender only
@@ -102,7 +110,7 @@ def _write_and_show(traces: list[Trace], workload: Workload, heading: list[str],
         common.show(table, out)
         out.print(f"wrote {one.path}", soft_wrap=True)
     if summaries:
-        path = folder / "profile.md"
+        path = folder / _SUMMARY
         lines = [*heading, *(line for each in summaries for line in summary.markdown(each))]
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
         out.print(f"wrote {path}", soft_wrap=True)

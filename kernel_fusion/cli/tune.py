@@ -13,7 +13,17 @@ from kernel_fusion.backends.cuda import trials, user_table
 from kernel_fusion.bench import machine, tables
 from kernel_fusion.bench import tune as tuning
 from kernel_fusion.bench.timing import reason
-from kernel_fusion.cli.common import console, dtype_names, names, parse_numbers, progress_console, show, writable
+from kernel_fusion.cli.common import (
+    console,
+    dtype_names,
+    names,
+    parse_numbers,
+    path_of,
+    progress_console,
+    replaceable,
+    show,
+    writable,
+)
 from kernel_fusion.core.cache import make_private_dir, trusted
 from kernel_fusion.core.spec import dtype_name, torch_dtype
 from kernel_fusion.errors import BackendUnavailableError
@@ -30,7 +40,10 @@ def tune(
     directions: Annotated[str, typer.Option(help="forward, backward, or both.")] = ",".join(tuning.DIRECTIONS),
     dtypes: Annotated[str, typer.Option(help="Such as bf16,fp32; weights have the same.")] = "bf16",
     output: Annotated[
-        Path | None, typer.Option(help="Write the table there; nothing reads it. Default: the cache folder.")
+        Path | None,
+        typer.Option(
+            help="Write the table there; nothing reads it. Default: the cache folder.", parser=path_of, metavar="PATH"
+        ),
     ] = None,
 ) -> None:
     """Measure other plans of the norms' CUDA kernels on this GPU; from then on, those that are 2 % faster are used."""
@@ -79,6 +92,7 @@ def _begun(name: str, output: Path | None) -> tuple[Path, dict[str, user_table.T
     """The table's path and its present rows; OSError, before long work, if it cannot be read or written."""
     if output is not None:
         writable(output.parent)
+        replaceable(output, lambda path: bool(user_table.read(path, name)))
         return output, {}
     path = user_table.path_of(name)
     make_private_dir(path.parent)

@@ -48,12 +48,14 @@ def write_folder(path: str | Path, backends: Sequence[str] = ("cuda", "rocm", "x
         backends: by their names in `kernels`; each gets a build.
 
     Raises:
-        FileExistsError: the folder already has builds.
+        FileExistsError: the folder already has builds or a README.md.
     """
     root = Path(path)
-    builds = root / "build"
+    builds, card = root / "build", root / "README.md"
     if builds.exists():
         raise FileExistsError(f"{builds} exists; write to a new folder, so that it holds one build of each backend")
+    if card.exists():
+        raise FileExistsError(f"{card} exists, and would be overwritten; write to a new folder")
     files = dict(_files())
     digest = cache.digest(*(part for name, text in sorted(files.items()) for part in (name, text)))[:12]
     for backend in backends:
@@ -65,7 +67,7 @@ def write_folder(path: str | Path, backends: Sequence[str] = ("cuda", "rocm", "x
         metadata = {"id": name, "name": "kernel-fusion", "version": 1, "license": "MIT"}
         metadata |= {"python-depends": [], "backend": {"type": backend}}
         (builds / f"torch-{backend}" / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
-    (root / "README.md").write_text(_CARD.format(layers=", ".join(LAYERS)))
+    card.write_text(_CARD.format(layers=", ".join(LAYERS)))
     return root
 
 

@@ -13,12 +13,12 @@ import warnings
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.config import cache_dir, uses_tuned_tables
 from kernel_fusion.core.cache import make_private_dir, open_private, replace_file
-from kernel_fusion.core.spec import Stages
+from kernel_fusion.core.spec import ROWS, VECTORS, Stages
 
 # The rows of a knob: value, conditions, evidence.
 Row = tuple[Any, dict[str, Any], str]
@@ -57,6 +57,9 @@ CONDITIONS = {
     "forward": (*_BOTH, "bias", "align", "strided"),
     "backward": (*_BOTH, *_GRADS, "align", "strided"),  # reads no bias
 }
+# The type of each condition's value: a number, such as an item size that is 0 for an absent tensor; a name; or a flag.
+_TYPES: dict[str, type] = dict.fromkeys(("cols", "x", "y", "weight", "bias", "residual", "align", *ROWS, *VECTORS), int)
+_TYPES |= {"dtype": str} | {name: str for name, kind in get_type_hints(Stages).items() if kind is str}
 
 
 def section(direction: str) -> str:
@@ -101,7 +104,7 @@ def read(path: Path, device: str) -> dict[str, Table]:
         if stored["device"] != device:
             raise ValueError(f"it is for {stored['device']}, not for {device}")
         return {
-            part: {knob: [_row(part, knob, row) for row in stored[part][knob]] for knob in stored[part]}
+            part: {knob: [_row(part, knob, row) for row in listed] for knob, listed in stored[part].items()}
             for part in KNOBS
         }
     except (TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -110,8 +113,10 @@ def read(path: Path, device: str) -> dict[str, Table]:
 
 def _row(part: str, knob: str, row: Any) -> Row:
     value, conditions, shown = row
-    plain = all(isinstance(wanted, str | int) for wanted in conditions.values())
-    if value not in KNOBS[part][knob] or {*conditions} != {*CONDITIONS[part]} or not plain:
+    # Python takes 128.0 and 128, true and 1 for equal; JSON's texts differ.
+    known = json.dumps(value) in map(json.dumps, KNOBS[part][knob])
+    typed = all(type(wanted) is _TYPES.get(name, bool) for name, wanted in conditions.items())
+    if not known or {*conditions} != {*CONDITIONS[part]} or not typed:
         raise ValueError(f"`kernel-fusion tune` writes no such row for {part}, {knob}: {row}")
     return value, conditions, str(shown)
 
