@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernel_fusion.core.activations import ACTIVATIONS
 from kernel_fusion.functional import bias_act, softmax
-from kernel_fusion.patching.agree import FLOATING, disagreement, is_floating
+from kernel_fusion.patching.agree import FLOATING, attempt, disagreement, is_floating, same_values
 from kernel_fusion.patching.autocast import CudaAutocast, widened
 from kernel_fusion.patching.examining import generator
 from kernel_fusion.patching.stand_in import StandIn, arguments, has_still, plain_settings
@@ -96,7 +96,7 @@ def name_of(function: Callable[[Tensor], Any]) -> str | None:
         return None
     for name, activation in ACTIVATIONS.items():
         if bool(((y - activation(x)).abs() <= _SAME * torch.maximum(y.abs(), x.abs()).clamp(min=1)).all()):
-            return name if _agrees(function, name) else None
+            return name if _agrees(function, name) and _agrees_beyond(function, name) else None
     return None
 
 
@@ -108,6 +108,13 @@ def _agrees(function: Callable[[Tensor], Any], name: str) -> bool:
         return bias_act(x, None, name, backend="eager")
 
     return all(disagreement(ours, function, ACTIVATIONS[name], [x.to(dtype)]) is None for dtype in FLOATING)
+
+
+def _agrees_beyond(function: Callable[[Tensor], Any], name: str) -> bool:
+    """Whether our activation gives the same for infinities and NaN."""
+    odd = torch.tensor([torch.inf, -torch.inf, torch.nan]).reshape(3, 1, 1)
+    y = attempt(function, odd)
+    return y is not None and same_values(y, bias_act(odd, None, name, backend="eager"))
 
 
 def known_activation(act: Any) -> tuple[str, bool] | None:

@@ -46,6 +46,11 @@ def same_function(found: Tensor, exact: Tensor) -> bool:
     return bool(((found.double() - exact).abs() <= SAME_FUNCTION * largest + 1e-30).all())
 
 
+def same_values(found: Tensor, expected: Tensor) -> bool:
+    """Whether an fp32 result has NaN and infinities where another one has, and the same numbers elsewhere."""
+    return found.shape == expected.shape and torch.allclose(found, expected, 1e-4, 1e-5, equal_nan=True)
+
+
 def differing_bits(ours: Tensor, theirs: Tensor) -> float:
     """The share of elements that differ; 1 if one differs by more than a unit in the last place."""
     if ours.dtype != theirs.dtype or ours.shape != theirs.shape:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from kernel_fusion.core.activations import ACTIVATIONS
-from kernel_fusion.patching.agree import FLOATING, attempt, differing_bits, disagreement, same_function
+from kernel_fusion.patching.agree import FLOATING, attempt, differing_bits, disagreement, same_function, same_values
 from kernel_fusion.patching.autocast import HALF, CudaAutocast
 from kernel_fusion.patching.examining import generator
 from kernel_fusion.patching.norms import Case, Gate, Key, NormForm
@@ -31,6 +31,9 @@ _LONGEST, _SHORTER = 2**16, 2**12
 TOO_LONG = "its rows are too long to be tried out"
 _NO_ROWS = "it takes no batches of rows of its parameters' length, or returns something else"
 _NO_NORM = "it computes none of our norms over the last dimensions"
+_SIZES = (10.0 ** torch.arange(-6, 3)).repeat(2)  # of rows
+_FEW = torch.tensor([3, 8])  # rows of middle and large size, since most hypotheses fail at once
+_LEADS = ((18,), (2, 9), (2, 3, 3), (1, 2, 3, 3), (3, 1, 2, 1, 3))  # shapes of as many rows
 _ACTIVATIONS = sorted({*ACTIVATIONS, None}, key=lambda name: (name != "silu", name != "sigmoid", str(name)))
 
 
@@ -122,7 +125,7 @@ def fit(module: nn.Module, rounding: str) -> NormForm | str:
             form = _function(Examination(module, gated, tried), positional[gated].name)
             if isinstance(form, NormForm):
                 form = _with_cases(Examination(module, gated, tried), form, rounding)
-                return replace(form, shape=shape) if isinstance(form, NormForm) else form
+                return replace(form, shape=shape) if tried and isinstance(form, NormForm) else form
             reason = form
     return reason
 
@@ -131,40 +134,85 @@ def _function(examination: Examination, gate_name: str) -> NormForm | str:
     """The norm that the module is in exact arithmetic."""
     if (reason := _depends_on_size(examination)) is not None:
         return reason
-    sizes = (10.0 ** torch.arange(-6, 3)).repeat(2)
-    x, *gate = examination.rows(len(sizes), torch.float32, sizes)
+    inputs = examination.rows(len(_SIZES), torch.float32, _SIZES)
     parameters = examination.parameters(torch.float32)
     peak = int(parameters[0].argmax()) if parameters else 0
-    x.flatten(1)[-2:, peak] *= torch.tensor([-1e3, 1e3])  # for norms that clip
-    found = {
-        len(lead): y.reshape(x.shape)
-        for lead in ((18,), (2, 9), (2, 3, 3))
-        for y in [attempt(examination.theirs, *(t.reshape(*lead, *examination.row) for t in (x, *gate)), *parameters)]
-        if y is not None and y.shape == (*lead, *examination.row)
-    }
+    inputs[0].flatten(1)[-2:, peak] *= torch.tensor([-1e3, 1e3])  # for norms that clip
+    found = _results(examination, inputs, parameters)
     if 2 not in found:  # a norm over another dimension may take rows
         return _NO_ROWS
-    wide = [t.double() for t in (x, *gate, *parameters)]
-    few = torch.tensor([3, 8])  # of middle and large size, since most hypotheses fail at once
-    first = [t[few] for t in wide[: 1 + len(gate)]] + wide[1 + len(gate) :]
+    wide = [t.double() for t in (*inputs, *parameters)]
+    first = [*(t[_FEW] for t in wide[: len(inputs)]), *wide[len(inputs) :]]
     for form in _hypotheses(examination, gate_name):
         definition = examination.exact(form)
-        if not same_function(found[2][few].flatten(1), definition(*first).flatten(1)):
+        if not same_function(found[2][_FEW].flatten(1), definition(*first).flatten(1)):
             continue
-        exact = definition(*wide)
-        if same_function(found[2].flatten(1), exact.flatten(1)):
-            if all(same_function(y.flatten(1), exact.flatten(1)) for y in found.values()):
-                inputs = [t.reshape(2, 9, *examination.row) for t in (x, *gate)]
-                if not examination.stand_in.is_steady(*inputs):
-                    return "it keeps something, or its result depends on a buffer or on training"
-                others = [-100 * p for p in parameters]
-                y = attempt(examination.theirs, *inputs, *others)
-                exact = definition(*(t.double() for t in (*inputs, *others)))
-                if y is None or not same_function(y.flatten(2), exact.flatten(2)):
-                    return "it limits its parameters"
-                return form if len(found) == 3 else replace(form, dims=tuple(found))
+        exact = definition(*wide).flatten(1)
+        if not same_function(found[2].flatten(1), exact) or not _reads_eps(examination, form, inputs, parameters):
+            continue
+        if not all(same_function(y.flatten(1), exact) for y in found.values()):
             return "it normalises other dimensions where the input has more of them"
+        form = replace(form, dims=frozenset(found))
+        return _doubt(examination, form, inputs, parameters) or _of_its_length(examination, form, inputs)
     return _NO_NORM
+
+
+def _results(examination: Examination, inputs: list[Tensor], parameters: list[Tensor]) -> dict[int, Tensor]:
+    """What the module makes of rows, by the numbers of leading dimensions that it takes, also where all are 1."""
+
+    def result(index: Any, *lead: int) -> Tensor | None:
+        shape = *lead, *examination.row
+        y = attempt(examination.theirs, *(t[index].reshape(shape) for t in inputs), *parameters)
+        return y if y is not None and y.shape == shape else None
+
+    singles = [result(slice(index, index + 1)) for index in range(len(_SIZES))]
+    found = {0: torch.stack([y for y in singles if y is not None])} if all(y is not None for y in singles) else {}
+    for lead in _LEADS:
+        y = result(slice(None), *lead)
+        if y is not None and result(slice(1), *[1] * len(lead)) is not None:
+            found[len(lead)] = y.reshape(-1, *examination.row)
+    return found
+
+
+def _reads_eps(examination: Examination, form: NormForm, inputs: list[Tensor], parameters: list[Tensor]) -> bool:
+    """Whether the module reads eps from the attribute of the form; another may have the same value."""
+    if not isinstance(form.eps, str):
+        return True
+    own = vars(examination.stand_in.module)
+    before, other = own[form.eps], 0.5 if own[form.eps] != 0.5 else 0.25
+    own[form.eps] = other
+    y = attempt(examination.theirs, *(t[None] for t in inputs), *parameters)
+    own[form.eps] = before
+    exact = examination.exact(replace(form, eps=other))(*(t.double() for t in (*inputs, *parameters)))
+    return y is not None and same_function(y.reshape(exact.shape).flatten(1), exact.flatten(1))
+
+
+def _doubt(examination: Examination, form: NormForm, inputs: list[Tensor], parameters: list[Tensor]) -> str | None:
+    """Why a module that computes a norm is none of ours, or None."""
+    batches = [t.reshape(2, 9, *examination.row) for t in inputs]
+    if not examination.stand_in.is_steady(*batches):
+        return "it keeps something, or its result or gradient depends on a buffer or on training"
+    others = [-100 * p for p in parameters]
+    y = attempt(examination.theirs, *batches, *others)
+    exact = examination.exact(form)(*(t.double() for t in (*batches, *others)))
+    if y is None or not same_function(y.flatten(2), exact.flatten(2)):
+        return "it limits its parameters"
+    odd = batches[0].clone()
+    odd.flatten(2)[0, :3, 1] = torch.tensor([math.inf, -math.inf, math.nan])
+    y = attempt(examination.theirs, odd, *batches[1:], *parameters)
+    ours = examination.ours(form, Case("once", None))(odd, *batches[1:], *parameters)
+    return None if y is not None and same_values(y, ours) else "it treats infinities or NaN in another way"
+
+
+def _of_its_length(examination: Examination, form: NormForm, inputs: list[Tensor]) -> NormForm:
+    """The form, for rows of the length that was tried only, unless others come out right, too."""
+    if examination.shape is not None:
+        return form
+    shorter = [t[None, ..., :33] for t in inputs]
+    y = attempt(examination.theirs, *shorter)
+    exact = examination.exact(form)(*(t.double() for t in shorter))
+    same = y is not None and y.shape == exact.shape and same_function(y[0], exact[0])
+    return form if same else replace(form, shape=examination.row)
 
 
 def _depends_on_size(examination: Examination) -> str | None:

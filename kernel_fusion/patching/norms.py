@@ -56,7 +56,7 @@ class NormForm(Plan):
     eps: str | float  # the name of the attribute, or the number
     weight_offset: float
     gate: Gate | None = None
-    dims: tuple[int, ...] = ()  # allowed numbers of leading dimensions of x; empty: any
+    dims: frozenset[int] = frozenset()  # the numbers of leading dimensions of x that were tried out
     cases: tuple[tuple[Key, Case], ...] = ()
     settings: tuple[tuple[str, Any], ...] = ()
 
@@ -121,7 +121,7 @@ class NormForm(Plan):
         found = 1 if shape is None else len(shape)
         if shape is not None and (x.size(-1) != shape[0] if found == 1 else x.shape[-found:] != shape):
             return 0
-        return found if not self.dims or dims - found in self.dims else 0
+        return found if dims - found in self.dims else 0
 
 
 Verb = Callable[..., Any]

@@ -23,6 +23,7 @@ from kernel_fusion.patching.swap import Plan, is_bare, is_captured
 
 _MARK = "_kf_angles"
 _COLUMNS = 16  # of made-up heads
+_FAR = [2**power for power in range(6, 18)]  # positions; some makers have tables of fewer, others make them so long
 ONCE, HALVES, PAIRS = "once", "halves", "pairs"
 # How the columns of cos and sin stand for the pairs of columns of a head.
 _REPEAT: dict[str, Callable[[Tensor], Tensor]] = {
@@ -95,20 +96,26 @@ def _made_up(module: nn.Module) -> StandIn:
 
 
 def _layout(stand_in: StandIn, *kind: Any) -> str | None:
-    """How cos and sin repeat their angles, at positions of one and of three axes."""
-    x = torch.ones(2, 5, 8)
-    for axes in ((), (3,)):
-        positions = torch.randint(40, (*axes, 2, 5), generator=generator())
+    """How cos and sin repeat their angles, at positions of one and of three axes, near and as far as they go."""
+    x, layout = torch.ones(2, 5, 8), None
+    for axes, farthest in itertools.product(((), (3,)), (40, *_FAR)):
+        positions = torch.randint(farthest // 2, farthest, (*axes, 2, 5), generator=generator())
+        positions[..., 0] = 0
         try:
             found = stand_in(x, positions, *kind)
         except Exception:  # unknown code may raise anything for unexpected positions
             continue
         if not isinstance(found, tuple) or len(found) != 2 or not all(isinstance(t, Tensor) for t in found):
             return None
-        for layout, halve in _HALVE.items():
-            if all(t.shape[-1] % 2 == 0 and torch.equal(_REPEAT[layout](halve(t)), t) for t in found):
-                return layout
-    return None
+        repeats = [name for name in ([layout] if layout else _HALVE) if all(_repeats(t, name) for t in found)]
+        if not repeats:
+            return None
+        layout = repeats[0]
+    return layout
+
+
+def _repeats(t: Tensor, layout: str) -> bool:
+    return t.shape[-1] % 2 == 0 and torch.equal(_REPEAT[layout](_HALVE[layout](t)), t)
 
 
 class RotaryForm(NamedTuple):

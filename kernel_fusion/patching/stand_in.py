@@ -57,23 +57,38 @@ class StandIn:
         return self.kind.forward(self.module, *inputs)
 
     def is_steady(self, *inputs: Tensor) -> bool:
-        """Whether nothing is kept, the result stays in the other mode and with other buffers, and NaN stays NaN."""
+        """Whether nothing is kept, and result and gradients stay in the other mode and with other buffers."""
         own = vars(self.module)
         kept = dict(own)
         held = {name: _apart(value) for name, value in _held(self.module).items()}
         try:
-            with torch.no_grad():
-                y = self(*inputs)
-                keeps = own.keys() != kept.keys() or any(own[name] is not value for name, value in kept.items())
-                keeps |= not all(_alike(value, held[name]) for name, value in _held(self.module).items())
-                own["training"] = not own["training"]
-                own["_buffers"] = {name: _other(b) for name, b in self.module._buffers.items()}
-                same = not keeps and torch.equal(self(*inputs), y)
-                return same and bool(self(*(torch.full_like(x, torch.nan) for x in inputs)).isnan().all())
+            before = self._outcome(*inputs)
+            keeps = own.keys() != kept.keys() or any(own[name] is not value for name, value in kept.items())
+            keeps |= not all(_alike(value, held[name]) for name, value in _held(self.module).items())
+            own["training"] = not own["training"]
+            own["_buffers"] = {name: _other(b) for name, b in self.module._buffers.items()}
+            return not keeps and all(_same(*pair) for pair in zip(before, self._outcome(*inputs), strict=True))
         except Exception:
             return False
         finally:
             own.update(kept)
+
+    def _outcome(self, *inputs: Tensor) -> list[Tensor | None]:
+        """The result, and the gradients of inputs and parameters; None for those that have none."""
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in inputs]
+            parameters = {name: p.detach().requires_grad_() for name, p in self.parameters.items()}
+            self.set(parameters)
+            y = self(*leaves)
+            wanted = [*leaves, *parameters.values()]
+            if not y.requires_grad:
+                return [y, *[None] * len(wanted)]
+            cotangent = torch.randn(y.shape, generator=generator(3)).to(y.dtype)
+            return [y.detach(), *torch.autograd.grad(y, wanted, cotangent, allow_unused=True)]
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
 def too_large(module: nn.Module) -> bool:
