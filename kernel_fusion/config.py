@@ -2,7 +2,8 @@
 
 Every variable is optional. `KERNEL_FUSION_DISABLE=1` sends calls that name no backend to PyTorch's operations.
 `KERNEL_FUSION_CACHE_DIR` moves the caches (default: by `XDG_CACHE_HOME`). `CXX` names the C++ compiler and may add
-arguments. `KERNEL_FUSION_TUNED=0` ignores the tables of `kernel-fusion tune`. PyTorch's `ATEN_CPU_CAPABILITY` also
+arguments. `KERNEL_FUSION_BUILD=1` builds the C++ extension even if the wheel brings it. `KERNEL_FUSION_TUNED=0` ignores
+the tables of `kernel-fusion tune`. PyTorch's `ATEN_CPU_CAPABILITY` also
 limits the instruction set of our CPU kernels. Triton's `TRITON_INTERPRET` runs our Triton kernels on the CPU, slowly,
 for tests.
 """
@@ -89,6 +90,11 @@ def cache_dir() -> Path:
 def uses_tuned_tables() -> bool:
     """Whether plans follow the tables that `kernel-fusion tune` wrote to the cache folder."""
     return os.environ.get("KERNEL_FUSION_TUNED", "").lower() not in _OFF
+
+
+def builds_anyway() -> bool:
+    """Whether the C++ extension is built here though the wheel may bring it."""
+    return os.environ.get("KERNEL_FUSION_BUILD", "").lower() in _ON
 
 
 def _folder(variable: str) -> Path | None:

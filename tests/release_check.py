@@ -1,18 +1,26 @@
-"""The check of a release: build the wheel and the source archive, look into them, install and verify.
+"""The check of a release: build the wheels and the source archive, look into them, install and verify.
 
     python tests/release_check.py [--python 3.10,3.13] [--torch 2.11.0,2.13.0]        (or: make release-check)
+    python tests/release_check.py --wheel dist/NAME.whl --beside PYTHON,PYTHON [--table]
 
 Both archives must hold every file of the package that git knows, and the wheel no other. The wheel is then installed
 into fresh environments outside the checkout, each with its own cache. `kernel-fusion verify --quick` builds the
 extension there and judges every kernel that the machine can run. Without options every Python from 3.10 on that is
 found (in PATH, or of pyenv) gets the pinned PyTorch, and the newest of them also the oldest supported one. pip's own
 settings, such as PIP_EXTRA_INDEX_URL, decide where packages come from. Needs the package `build`.
+
+The wheel for Linux, with a library for this PyTorch, must need nothing that its platform lacks. Beside
+the pinned PyTorch its first calls must be quick, quiet and have the bits of the built library, without a compiler. The
+second command tries a wheel that `make wheel` made beside PyTorch versions that are there, and writes what it finds
+into docs/stability.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -20,10 +28,66 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 _OLDEST = 10  # the minor version of Python
+_LARGEST_WHEEL = 5e6  # bytes
+_LIMITS = {"import": 0.15, "forward": 0.1, "backward": 0.1}  # seconds; of the import beyond PyTorch's
+_PAGE = ROOT / "docs" / "stability.md"
+
+# What manylinux_2_34 has, and what PyTorch's own process has loaded.
+_NEWEST = {"GLIBC": (2, 34), "GLIBCXX": (3, 4, 29), "CXXABI": (1, 3, 13), "GCC": (11,)}
+_LIBRARIES = {"libc.so.6", "libm.so.6", "libgcc_s.so.1", "libstdc++.so.6", "libc10.so", "libtorch_cpu.so"}
+_LOADERS = {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
+
+# The first calls of a process, timed, and a digest of many results. A warning is an error.
+FIRST_CALLS = """
+import hashlib, json, time, warnings
+import torch, numpy
+
+warnings.simplefilter("error")
+
+def timed(call):
+    start = time.perf_counter()
+    result = call()
+    return time.perf_counter() - start, result
+
+seconds = {}
+seconds["import"], kf = timed(lambda: __import__("kernel_fusion"))
+x, dy = torch.randn(2, 64, 1024).unbind()
+weight = torch.randn(1024, requires_grad=True)
+seconds["forward"], y = timed(lambda: kf.layer_norm(x.requires_grad_(), (1024,), weight))
+seconds["backward"], _ = timed(lambda: (y * dy).sum().backward())
+
+from kernel_fusion.operators import loader
+
+digest = hashlib.sha256()
+def add(call, *shapes, dtype):
+    tensors = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+    torch.manual_seed(1)
+    y = call(*tensors)
+    dy = torch.randn(y.shape, generator=generator).to(y.dtype)
+    for t in (y, *torch.autograd.grad(y, tensors, dy)):
+        digest.update(t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+
+generator = torch.Generator().manual_seed(0)
+for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+    for rows, cols in ((33, 96), (5, 4097), (2, 70000)):
+        for norm in (kf.layer_norm, kf.rms_norm):
+            add(lambda x, w: norm(x, (cols,), w), (rows, cols), (cols,), dtype=dtype)
+            add(lambda x, w: norm(x, (cols,), w, activation="gelu"), (rows, cols), (cols,), dtype=dtype)
+        add(lambda x, r: kf.add_rms_norm(x, r, (cols,), dropout_p=0.1).output, *[(rows, cols)] * 2, dtype=dtype)
+        add(kf.softmax, (rows, cols), dtype=dtype)
+        add(lambda x: kf.sum_squared(x, -1), (rows, cols), dtype=dtype)
+    for activation in kf.ACTIVATIONS:
+        add(lambda x, b: kf.bias_act(x, b, activation), (33, 999), (999,), dtype=dtype)
+        add(lambda x, g: kf.gated_act(g, x, activation), (33, 999), (33, 999), dtype=dtype)
+bits, from_wheel = digest.hexdigest(), loader.is_from_wheel()
+print(json.dumps({"seconds": seconds, "bits": bits, "from_wheel": from_wheel, "torch": torch.__version__}))
+"""
 
 
 def build(folder: Path) -> tuple[Path, Path]:
@@ -50,6 +114,80 @@ def differences(wheel: Path, source: Path) -> list[str]:
     return found
 
 
+def problems(library: Path) -> list[str]:
+    """What a library of the wheel needs that its platform need not have, as `auditwheel` would say."""
+    dynamic, versions = (
+        subprocess.run(["readelf", "--wide", option, library], check=True, capture_output=True, text=True).stdout
+        for option in ("--dynamic", "--version-info")
+    )
+    needed = set(re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic)) - _LIBRARIES - _LOADERS
+    found = [f"needs {name}" for name in sorted(needed) if not name.startswith("kernel_fusion-kernels-")]
+    found += [f"looks into {path}" for path in re.findall(r"\((?:RUNPATH|RPATH)\).*\[(.*)\]", dynamic)]
+    for name, number in sorted(set(re.findall(r"Name: (\w+)_([\d.]+)", versions))):
+        if tuple(map(int, number.split("."))) > _NEWEST[name]:
+            found.append(f"needs {name}_{number}")
+    return [f"{library.name} {problem}" for problem in found]
+
+
+def problems_of_wheel(wheel: Path) -> Iterator[str]:
+    """The same of all its libraries, and whether it is too large."""
+    if wheel.stat().st_size > _LARGEST_WHEEL:
+        yield f"{wheel.name} has {wheel.stat().st_size / 1e6:.1f} MB"
+    with tempfile.TemporaryDirectory() as name, zipfile.ZipFile(wheel) as archive:
+        for each in archive.namelist():
+            if each.endswith(".so"):
+                yield from problems(Path(archive.extract(each, name)))
+
+
+def first_calls(python: str, wheel: Path, folder: Path) -> dict[str, Any]:
+    """What `FIRST_CALLS` says of a wheel beside a PyTorch, without a compiler, and whether a build has its bits."""
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--target"]
+    subprocess.run([*install, str(folder / "site"), str(wheel)], check=True)
+    environment = {**os.environ, "KERNEL_FUSION_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": str(folder / "site")}
+    answers = {}
+    for name, changes in (("wheel", {"PATH": "/nonexistent", "CXX": ""}), ("built", {"KERNEL_FUSION_BUILD": "1"})):
+        environment.pop("KERNEL_FUSION_BUILD", None)
+        for _ in range(2 if name == "wheel" else 1):  # the first run compiles the package's Python
+            command, settings = [python, "-c", FIRST_CALLS], environment | changes
+            ran = subprocess.run(command, cwd=folder, env=settings, check=True, capture_output=True, text=True)
+        answers[name] = json.loads(ran.stdout) | {"stderr": ran.stderr}
+    return answers["wheel"] | {"same_bits": answers["wheel"]["bits"] == answers["built"]["bits"]}
+
+
+def shortcomings(answer: Mapping[str, Any]) -> list[str]:
+    """What is wrong with first calls."""
+    seconds = answer["seconds"]
+    found = [f"{name} took {seconds[name] * 1e3:.0f} ms" for name, limit in _LIMITS.items() if seconds[name] > limit]
+    found += ["another library ran"] * (not answer["from_wheel"]) + [answer["stderr"]] * bool(answer["stderr"])
+    return found + ["other bits than those of the built library"] * (not answer["same_bits"])
+
+
+def _write_table(answers: list[dict[str, Any]]) -> None:
+    lines = ["| PyTorch | import, ms | first forward, ms | first backward, ms | bits of the built library |"]
+    lines.append("| --- | --- | --- | --- | --- |")
+    for answer in answers:
+        times = [f"{answer['seconds'][name] * 1e3:.0f}" for name in _LIMITS]
+        lines.append(f"| {' | '.join([answer['torch'], *times, 'yes' if answer['same_bits'] else 'no'])} |")
+    page = _PAGE.read_text()
+    start, end = "<!-- first calls -->\n\n", "\n\n<!-- end -->"
+    before, _, rest = page.partition(start)
+    _PAGE.write_text(before + start + "\n".join(lines) + end + rest.partition(end)[2])
+
+
+def beside(pythons: list[str], wheel: Path, *, table: bool) -> int:
+    """Try a wheel beside the PyTorch of each interpreter; 1 if something is wrong."""
+    answers, failed = [], list(problems_of_wheel(wheel))
+    for python in pythons:
+        with tempfile.TemporaryDirectory() as folder:
+            answers.append(first_calls(python, wheel, Path(folder)))
+        wrong = shortcomings(answers[-1])
+        print(f"torch {answers[-1]['torch']}: {'; '.join(wrong) or 'good'}, {answers[-1]['seconds']}", flush=True)
+        failed += wrong
+    if table:
+        _write_table(answers)
+    return int(bool(failed))
+
+
 def pythons() -> dict[str, str]:
     """Interpreters by their version, such as 3.11."""
     root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
@@ -63,7 +201,7 @@ def pythons() -> dict[str, str]:
 
 
 def passes(python: str, torch: str, wheel: Path, folder: Path) -> bool:
-    """Install the wheel beside this PyTorch and verify; the end of what failed is printed."""
+    """Install the pure wheel beside this PyTorch and verify; the end of what failed is printed."""
     environment = {**os.environ, "KERNEL_FUSION_CACHE_DIR": str(folder / "cache")}
     environment.pop("PYTHONPATH", None)
     of_venv = folder / "venv" / "bin"
@@ -80,6 +218,14 @@ def passes(python: str, torch: str, wheel: Path, folder: Path) -> bool:
     return True
 
 
+def _for_linux(pure: Path, folder: Path) -> int:
+    """Make the wheel for Linux with a library for this interpreter's PyTorch, and try it beside that."""
+    import release_wheel
+
+    sealed = dict(release_wheel.libraries_here())
+    return beside([sys.executable], release_wheel.with_libraries(pure, sealed, platform.machine(), folder), table=False)
+
+
 def main() -> int:
     """Check everything; 1 if something failed."""
     pinned = re.search(r"^torch==([\d.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
@@ -89,7 +235,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Build the archives of a release, look into them, install, verify.")
     parser.add_argument("--python", help="versions such as 3.10,3.13; default: all that are found")
     parser.add_argument("--torch", help="versions such as 2.11.0,2.13.0; default: the pinned one, and the oldest")
+    parser.add_argument("--wheel", type=Path, help="a wheel of `make wheel` to try instead")
+    parser.add_argument("--beside", help="interpreters with a PyTorch each, to try that wheel with")
+    parser.add_argument("--table", action="store_true", help="write what was found into docs/stability.md")
     arguments = parser.parse_args()
+    if arguments.wheel:
+        return beside(arguments.beside.split(","), arguments.wheel.resolve(), table=arguments.table)
     there = pythons()
     chosen = arguments.python.split(",") if arguments.python else list(there)
     if missing := set(chosen) - set(there):
@@ -102,6 +253,7 @@ def main() -> int:
         wheel, source = build(Path(name))
         failed = bool(wrong := differences(wheel, source))
         print("\n".join(wrong) or "both archives are complete")
+        failed |= bool(_for_linux(wheel, Path(name)))
         for version, torch in pairs:
             folder = Path(name) / f"{version}-{torch}"
             folder.mkdir()

@@ -57,7 +57,7 @@ def test_a_kernel_is_compiled_again_if_anything_changes(
 
 
 def test_key_of_the_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch, compiler, flags, instruction sets, parts, machine and every source are in it."""
+    """PyTorch, compiler, flags, instruction sets, machine and every source are in it."""
     variants = build.cpu_variants()
     source = tmp_path / "source.h"
     shutil.copy(build.source_files()[0], source)
@@ -65,7 +65,6 @@ def test_key_of_the_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(build, "source_files", lambda: [source])
     monkeypatch.setattr(build, "compiler_version", lambda _: "1.0")
     keys = [build._key(("c++",), variants), build._key(("c++",), variants[:1] if len(variants) > 1 else [])]
-    keys += [build._key(("c++",), variants, parts=(part,)) for part in ("operators", "gradients")]
     for change in (
         lambda: monkeypatch.setattr(torch, "__version__", "2.0"),
         lambda: monkeypatch.setattr(build, "compiler_version", lambda _: "2.0"),

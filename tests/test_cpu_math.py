@@ -35,7 +35,18 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     if compiler is None:
         pytest.skip("there is no C++ compiler")
     program = str(tmp_path_factory.mktemp("math") / "cpu_math")
-    subprocess.run([*compiler, *build.cpu_flags(variant), str(_SOURCE), "-o", program, *build.link_flags()], check=True)
+    subprocess.run(
+        [
+            *compiler,
+            *build.cpu_flags(variant),
+            str(_SOURCE),
+            "-o",
+            program,
+            *build.link_flags(),
+            f"-Wl,-rpath,{build.TORCH / 'lib'}",
+        ],
+        check=True,
+    )
     lines = subprocess.run([program], check=True, capture_output=True, text=True).stdout.splitlines()
     return {name: float(error) for name, error in map(str.split, lines)}
 

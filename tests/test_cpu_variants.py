@@ -35,8 +35,8 @@ def test_every_build_keeps_the_budgets(variant: str) -> None:
 
 
 def _variants_in(library: Path) -> set[str]:
-    symbols = subprocess.run(["nm", "--demangle", library], capture_output=True, text=True, check=True).stdout
-    return set(re.findall(r"^[0-9a-f]+ . kf::cpu::(\w+)::kernels$", symbols, re.MULTILINE))
+    symbols = subprocess.run(["nm", library], capture_output=True, text=True, check=True).stdout
+    return set(re.findall(r"^[0-9a-f]+ . kf_cpu_kernels_(\w+)$", symbols, re.MULTILINE))
 
 
 @pytest.mark.usefixtures("every_variant")
@@ -70,7 +70,7 @@ def test_what_is_built_is_what_runs(variant: str) -> None:
 @pytest.mark.parametrize("cores", [2, 64])
 def test_a_library_of_our_own(cores: int) -> None:
     """What a process builds for itself has its best kernels alone."""
-    flags = {flag for _, flags in build._units(build.own_variants(), cores) for flag in flags}
+    flags = {flag for _, flags in build.kernel_units(build.own_variants(), cores) for flag in flags}
     assert {flag for flag in flags if flag.startswith("-DCPU_CAPABILITY=")} == {f"-DCPU_CAPABILITY={_BEST}"}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 from support import PACKAGE
 
-from kernel_fusion.backends.cuda import headers, planner, python_launch
+from kernel_fusion.backends.cuda import headers, planner
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
 from kernel_fusion.backends.cuda.source import Launch
 from kernel_fusion.config import cxx_compiler
@@ -157,23 +156,6 @@ def test_keys_are_what_cpp_writes(tmp_path: Path) -> None:
         assert planner.decode(iter(row)) == (spec, access), name
         assert row == key(name)[1:]
     assert {type(spec) for spec, _ in KEYS.values()} == set(planner.KERNELS)
-
-
-def test_arguments_lie_as_the_compiler_has_them(tmp_path: Path) -> None:
-    """Sizes and offsets of the structs that the Python launcher fills."""
-    structs = {name: each for name, each in python_launch.args_structs().items() if hasattr(each, "_fields_")}
-    own = {"RowNormFwdArgs", "RowNormBwdArgs", "SumPartialsArgs"}
-    assert set(structs) == own | {"RowLayout", "RowGroups", "CodeArgs", "QuantizeArgs"}
-
-    def layout() -> Iterator[tuple[str, int]]:
-        for name, struct in structs.items():
-            yield f"sizeof(kf::{name})", ctypes.sizeof(struct)
-            for member, *_ in struct._fields_:
-                yield f"offsetof(kf::{name}, {member})", getattr(struct, member).offset
-
-    body = "".join(f'std::printf("%zu\\n", {what});\n' for what, _ in layout())
-    printed = compiled(tmp_path, '#include "shared/row_norm_args.h"\n', body)
-    assert [int(line) for line in printed] == [number for _, number in layout()]
 
 
 @pytest.mark.parametrize("name", KEYS)

@@ -122,8 +122,17 @@ def _compiled(tmp_path: Path) -> Path:
     """`_PROGRAM`, linked against this PyTorch."""
     source, program = tmp_path / "program.cpp", tmp_path / "program"
     source.write_text(_PROGRAM)
-    flags = [*build._include_flags(), "-O0"]
-    command = [*build._compiler(), *flags, str(source), "-Wl,--no-as-needed", *build.link_flags(), "-o", str(program)]
+    flags = [*build.include_flags(), "-O0"]
+    command = [
+        *build.required_compiler(),
+        *flags,
+        str(source),
+        "-Wl,--no-as-needed",
+        *build.link_flags(),
+        f"-Wl,-rpath,{build.TORCH / 'lib'}",
+        "-o",
+        str(program),
+    ]
     subprocess.run(command, check=True)
     return program
 

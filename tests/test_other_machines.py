@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support import CPU, PACKAGE, TRITON, assert_as_accurate
+from support import PACKAGE, TRITON, assert_as_accurate
 
 from kernel_fusion.backends import availability
-from kernel_fusion.backends.cuda import planner, python_launch
+from kernel_fusion.backends.cuda import planner
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
 from kernel_fusion.backends.triton import launch
 from kernel_fusion.backends.triton.kernels.constants import SumPartials
@@ -81,12 +81,11 @@ def test_a_machine_is_asked_once(backend: str, gpu: pytest.MonkeyPatch) -> None:
     assert len(asked) == len(set(asked))
 
 
-def test_without_the_extension_cuda_has_the_plain_norms(gpu: pytest.MonkeyPatch) -> None:
-    """They are launched from Python; the other verbs are not, and say so."""
+def test_without_the_extension_cuda_has_no_kernels(gpu: pytest.MonkeyPatch) -> None:
+    """Nothing launches them, and the answer says so."""
     gpu.setattr(loader, "load", lambda: False)
     gpu.setattr(loader, "error", lambda: "no compiler")
-    assert dispatch.unavailable_reason("cuda", GPU, "rms_norm") is None
-    assert dispatch.unavailable_reason("cuda", GPU, "softmax") == (
+    assert dispatch.unavailable_reason("cuda", GPU) == (
         "what launches it is the extension, which could not be built: no compiler"
     )
 
@@ -125,16 +124,12 @@ def test_why_triton_is_not_available(gpu: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("cores", [2, 16])
 def test_every_source_is_in_a_unit(cores: int) -> None:
-    """On few cores and on many, each file is compiled once; two libraries have one in common."""
-
-    def compiled(*parts: build.Part) -> Counter[str]:
-        return Counter(file.name for files, _ in build._units(["DEFAULT"], cores, parts) for file in files)
-
+    """On few cores and on many, each file is compiled once."""
+    units = [*build.host_units(cores), *build.kernel_units(["DEFAULT"], cores)]
     extension = PACKAGE / "native" / "extension"
     folders = (".", "cpu", "cuda", "cpu/kernels")
     sources = Counter(path.name for folder in folders for path in (extension / folder).glob("*.cpp"))
-    assert compiled("operators", "gradients") == sources
-    assert compiled("operators") + compiled("gradients") == sources + Counter(["activation_loops.cpp"])
+    assert Counter(file.name for files, _ in units for file in files) == sources
 
 
 def test_each_header_has_a_name_of_its_own() -> None:
@@ -209,27 +204,10 @@ def test_without_the_extension_triton_serves_other_gpus() -> None:
     with TRITON.ran():
         y = fallback.serve_on_gpu("layer_norm", x, 1, weight, bias, 1e-5, 0.0, None)
     assert_as_accurate(y, lambda *args: F.layer_norm(args[0], (32,), *args[1:]), x, weight, bias)
-    ones = torch.ones(3, dtype=torch.int64)
-    assert fallback.serve_on_gpu("reduce", ones, [0], False, "sum_squared", None) == 3
-
-
-@on_cpu
-def test_without_the_extension_python_launches_the_plain_norms(gpu: pytest.MonkeyPatch, verb: str) -> None:
-    """Its kernels serve what they take (here the CPU's do), the definition the rest, because it knows the errors."""
-    gpu.setattr(availability, "why_not_cuda", lambda device: None)
-    gpu.setattr(python_launch, "register", lambda library: None)
-    x, weight, bias = _norm()
-    eps = {"layer_norm": 1e-5, "rms_norm": None}[verb]
-    with CPU.ran():
-        y = fallback.serve_on_gpu(verb, x, 1, weight, None, eps, 0.0, None)
-    pytorch = {"layer_norm": F.layer_norm, "rms_norm": F.rms_norm}[verb]
-    assert_as_accurate(y, lambda x, weight: pytorch(x, (32,), weight), x, weight)
     with pytest.raises(RuntimeError, match="normalized_shape"):
         fallback.serve_on_gpu("layer_norm", x, 1, weight[:5], bias, 1e-5, 0.0, None)
-    with pytest.raises(RuntimeError, match="not implemented for 'Long'"):
-        fallback.serve_on_gpu("layer_norm", x.long(), 1, None, None, 1e-5, 0.0, None)
-    with TRITON.ran():
-        fallback.serve_on_gpu("softmax", x, None, 1.0, False)
+    ones = torch.ones(3, dtype=torch.int64)
+    assert fallback.serve_on_gpu("reduce", ones, [0], False, "sum_squared", None) == 3
 
 
 def test_a_compiler_with_a_static_cxx_library(tmp_path: Path) -> None:

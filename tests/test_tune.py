@@ -189,7 +189,7 @@ class FakeGPU:
         monkeypatch.setattr(tuning, "_MANY_ELEMENTS", 2**15)
         monkeypatch.setattr(tuning.timing, "rotating_calls", lambda num_bytes: 2)
         monkeypatch.setattr(tuning.compiler, "cubin", lambda source, arch: source.encode())
-        monkeypatch.setattr(tuning.python_launch, "Kernel", self.load)
+        monkeypatch.setattr(tuning.loaded, "Kernel", self.load)
         monkeypatch.setattr(tuning.providers, "ours", lambda backend: self)
         monkeypatch.setattr(tuning.timing, "time_cuda", self.time)
 

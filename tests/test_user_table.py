@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from cuda_plans import anywhere
 from tune_support import H200, NAME, kernels, written
 
 import kernel_fusion as kf
-from kernel_fusion.backends.cuda import explain, planner, python_launch, trials, user_table
+from kernel_fusion.backends.cuda import explain, planner, trials, user_table
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
 from kernel_fusion.backends.cuda.plan_backward import plan_backward
 from kernel_fusion.backends.cuda.row_norm_plan import plan_row_norm, planned
@@ -191,20 +190,3 @@ def test_explain_takes_the_stages_of_a_call(monkeypatch: pytest.MonkeyPatch) -> 
     assert not asked[2].dropout
     assert asked[3].grads == (True, False, False)
     assert not asked[3].dresidual, "one tensor is the gradient of both"
-
-
-def test_a_plan_can_be_overridden_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that are launched from Python are planned anew within the context, and again after it."""
-    monkeypatch.setattr(Device, "of", lambda index: H200)
-    monkeypatch.setattr(python_launch, "Kernel", lambda plan, name, code, index: SimpleNamespace(plan=plan))
-    monkeypatch.setattr(planner.compiler, "cubin", lambda source, arch, name: b"")
-    kernel = kernels(4096, "forward")[0]
-
-    def slots() -> int:
-        return int(python_launch._kernel(kernel.spec, kernel.access, 0).plan.min_blocks)
-
-    own = slots()
-    with planner.override_plan(lambda spec, plan: replace(plan, min_blocks=99)):
-        assert slots() == 99
-    assert slots() == own
-    python_launch._kernel.cache_clear()

@@ -24,8 +24,7 @@ from kernel_fusion.bench.results import BASELINE
 from kernel_fusion.bench.timing import reason
 from kernel_fusion.bench.workloads import EPS, Function, Workload
 from kernel_fusion.errors import BuildError
-from kernel_fusion.native import build
-from kernel_fusion.native.library import say
+from kernel_fusion.native.library import ready_library
 from kernel_fusion.operators import loader
 from kernel_fusion.testing.oracle import default_eps
 
@@ -56,7 +55,7 @@ def prepare(names: Sequence[str]) -> None:
     """Build what `names` need before anything loads the extension: for `portable`, a library with that build."""
     if BASELINE in names and not loader.is_loaded():
         with suppress(BuildError):  # `find` reports the absence
-            build.built_library(say, every_variant=True)
+            ready_library(every_variant=True)
 
 
 def _portable() -> Provider:

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from kernel_fusion.backends.cuda import compile as compiler
-from kernel_fusion.backends.cuda import planner, python_launch, trials
+from kernel_fusion.backends.cuda import planner, trials
 from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.backends.cuda.plan import Plan
 from kernel_fusion.backends.cuda.source import Source
 from kernel_fusion.backends.cuda.trials import Choice, Kernel
-from kernel_fusion.bench import providers, timing
+from kernel_fusion.bench import loaded, providers, timing
 from kernel_fusion.bench.changes import beyond_noise
 from kernel_fusion.bench.operations import case_workload
 from kernel_fusion.bench.suites import SUITES
@@ -209,9 +209,9 @@ class _Fits:
         same_order = not sums or all(new.max_blocks == old.max_blocks for new, old in pairs)
         return same_order and all(new.local_bytes <= old.local_bytes for new, old in pairs)
 
-    def _loaded(self, choice: Choice) -> list[python_launch.Kernel]:
+    def _loaded(self, choice: Choice) -> list[loaded.Kernel]:
         return [
-            python_launch.Kernel(plan, source.name, compiler.cubin(source.text(), arch), self.index)
+            loaded.Kernel(plan, source.name, compiler.cubin(source.text(), arch), self.index)
             for plan, source, arch in self._sources(choice)
         ]
 

@@ -8,13 +8,14 @@ import torch
 import typer
 from rich.table import Table
 
+from kernel_fusion.backends.availability import why_not_cuda
 from kernel_fusion.backends.cuda import tuned, user_table
 from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.bench import machine
 from kernel_fusion.bench.units import size
 from kernel_fusion.cli.common import CACHES, cache_facts, console
 from kernel_fusion.config import BACKENDS, compilers_tried, cxx_compiler, uses_tuned_tables
-from kernel_fusion.native import build
+from kernel_fusion.native import build, prebuilt
 from kernel_fusion.operators import loader
 from kernel_fusion.operators.dispatch import unavailable_reason
 
@@ -81,17 +82,28 @@ def _tables(name: str, arch: int) -> str:
 
 
 def _backend_state(name: str) -> str:
-    # Asking about the CPU backend would build it.
-    if name == "cpu" and not loader.is_loaded() and loader.error() is None:
+    # Asking for more would build the extension.
+    unloaded = name in ("cpu", "cuda") and not loader.is_loaded() and loader.error() is None
+    reason = why_not_cuda(None) if name == "cuda" else None
+    if unloaded and reason is None:
         return f"not loaded yet; the extension is {_extension_state()}"
-    reason = unavailable_reason(name)
+    reason = reason or unavailable_reason(name)
     return f"not available: {reason}" if reason else "available"
 
 
 def _extension_state() -> str:
-    path = build.kept_library()
-    if loader.is_loaded():
-        return f"loaded, {path or 'from a folder that is not cached'}"
+    """Which library runs, or would run, and from where; if the wheel's is not it, why."""
+    prebuilt_path, why_not = prebuilt.usable_library()
     if loader.error():
         return f"could not be built: {loader.error()}"
-    return f"built, {path}" if path else "not built; the first call or `info --build` builds it"
+    if loader.is_from_wheel():
+        return f"loaded, {prebuilt_path}, of the wheel"
+    built = build.kept_library()
+    if loader.is_loaded():
+        state = f"loaded, {built or 'from a folder that is not cached'}"
+    elif prebuilt_path:
+        return f"in the wheel, {prebuilt_path}"
+    else:
+        state = f"built, {built}" if built else "not built; the first call or `info --build` builds it"
+    reason = loader.why_not_from_wheel() or why_not
+    return f"{state}; the wheel's is not used: {reason}" if reason else state

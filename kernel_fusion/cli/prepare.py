@@ -18,8 +18,8 @@ from kernel_fusion.cli.model_calls import calls_of
 from kernel_fusion.core.cache import CUBINS, EXTENSIONS
 from kernel_fusion.errors import BuildError
 from kernel_fusion.hf.folder import write_folder
-from kernel_fusion.native import build
-from kernel_fusion.native.library import say
+from kernel_fusion.native import build, prebuilt
+from kernel_fusion.native.library import ready_library
 from kernel_fusion.operators import loader
 from kernel_fusion.operators.dispatch import unavailable_reason
 
@@ -73,10 +73,13 @@ def _warmup_without_kernels(arch: int | None, any_cpu: bool, out: Console) -> No
         raise typer.BadParameter("name row lengths to compile for, such as 1024,4096", param_hint="--hidden")
     _prepare_extension(any_cpu, out)
     library = build.kept_library()
-    if library is None:
+    if loader.is_from_wheel():
+        out.print("The wheel brings the extension, so there is nothing to build.")
+    elif library is None:
         out.print(f"{EXTENSIONS.path('').parent} cannot be written, so nothing was kept.")
         raise typer.Exit(1)
-    out.print(f"The extension is built: {library}")
+    else:
+        out.print(f"The extension is built: {library}")
     if not unavailable_reason("cuda"):  # pragma: gpu
         out.print("CUDA kernels compile when they are first used; --hidden compiles those of given row lengths now.")
 
@@ -84,7 +87,7 @@ def _warmup_without_kernels(arch: int | None, any_cpu: bool, out: Console) -> No
 def _prepare_extension(any_cpu: bool, out: Console) -> None:
     try:
         if any_cpu or not loader.is_loaded():
-            build.built_library(say, every_variant=any_cpu)
+            ready_library(every_variant=any_cpu)
         loader.library()
     except BuildError as error:
         out.print(f"The C++ extension could not be built: {error}")
@@ -128,19 +131,18 @@ def cache(
 
 def _export(folder: Path, out: Console) -> None:
     """Write the extension, for all processors of this architecture, and every compiled kernel to a folder."""
-    library = build.built_library(say, every_variant=True)
-    payload = EXTENSIONS.read(library.stem)
-    if payload is None:
+    library, what, count = ready_library(every_variant=True), "The extension and", 0
+    if library.parent == prebuilt.FOLDER:
+        what = "The wheel brings the extension;"
+    elif (payload := EXTENSIONS.read(library.stem)) is not None:
+        EXTENSIONS.export(folder, build.exported_key(), payload)
+    else:
         raise BuildError(f"{library} cannot be read")
-    EXTENSIONS.export(folder, build.exported_key(), payload)
-    count = 0
     for path in CUBINS.entries():
         if (code := CUBINS.read(path.stem)) is not None:
             CUBINS.export(folder, path.stem, code)
             count += 1
-    out.print(
-        f"The extension and {count} CUDA kernels are in {folder}, for PyTorch {torch.__version__}.", soft_wrap=True
-    )
+    out.print(f"{what} {count} CUDA kernels are in {folder}, for PyTorch {torch.__version__}.", soft_wrap=True)
     out.print(f"Set KERNEL_FUSION_CACHE_DIR={folder} where they are to be used.", soft_wrap=True)
 
 

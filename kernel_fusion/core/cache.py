@@ -79,17 +79,9 @@ class Cache:
             return None
 
     def _open(self, key: str) -> tuple[int, memoryview]:
-        path = self.path(key)
-        file, content = open_private(path)
-        try:
-            payload = unseal(content, key)
-            if payload is None:
-                raise OSError(errno.EBADMSG, "it is damaged", str(path))
-            with suppress(OSError):
-                os.utime(file)  # `keep` deletes the entries that were used last
-        except BaseException:
-            os.close(file)
-            raise
+        file, payload = open_sealed(self.path(key), key)
+        with suppress(OSError):
+            os.utime(file)  # `keep` goes by the last use
         return file, payload
 
     def write(self, key: str, payload: bytes) -> Path | None:
@@ -159,13 +151,26 @@ EXTENSIONS = Cache("extension", ".so")
 CUBINS = Cache("cubin", ".cubin")
 
 
-def open_private(path: Path) -> tuple[int, bytes]:
-    """Open and read a file that only this user and root can write; otherwise raise OSError."""
-    folder = trusted(path.parent)
+def open_sealed(path: Path, key: str, *, installed: bool = False) -> tuple[int, memoryview]:
+    """Open and unseal an entry, or raise OSError if it is not trusted and whole; `installed` as for `open_private`."""
+    file, content = open_private(path, installed=installed)
+    payload = unseal(content, key)
+    if payload is None:
+        os.close(file)
+        raise OSError(errno.EBADMSG, "it is damaged, or of another version", str(path))
+    return file, payload
+
+
+def open_private(path: Path, *, installed: bool = False) -> tuple[int, bytes]:
+    """Open and read a file that only this user and root can write; otherwise raise OSError.
+
+    A file that was `installed` may also be writable by a group that has no other member, as many systems' umask has it.
+    """
+    folder = trusted(path.parent, installed=installed)
     file = os.open(folder / path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe must not make this wait
     try:
         info = os.fstat(file)
-        if not stat.S_ISREG(info.st_mode) or info.st_mode & _OTHERS_WRITE or info.st_uid not in _us():
+        if not stat.S_ISREG(info.st_mode) or _others_write(info, own_group=installed) or info.st_uid not in _us():
             raise PermissionError(errno.EPERM, "it is not a file of this user alone", str(path))
         with open(file, "rb", closefd=False) as content:
             return file, content.read()
@@ -193,10 +198,11 @@ def make_private_dir(path: Path) -> None:
             folder.mkdir(mode=0o700, exist_ok=True)
 
 
-def trusted(folder: Path) -> Path:
+def trusted(folder: Path, *, installed: bool = False) -> Path:
     """The real path of `folder`, if only this user and root can change or replace it.
 
     The folders of the path are checked from the root down, so that nobody can replace one that was checked.
+    `installed` is as for `open_private`.
 
     Raises:
         PermissionError: others can change the folder, or one of its parents, which the error names.
@@ -207,12 +213,17 @@ def trusted(folder: Path) -> Path:
         info = part.lstat()
         if info.st_uid not in (_us() if part == real else {*_us(), *_outsiders()}):
             raise PermissionError(errno.EPERM, "it belongs to another user", str(part))
-        writers = info.st_mode & _OTHERS_WRITE
-        if part != real and (info.st_mode & stat.S_ISVTX or (writers == stat.S_IWGRP and _is_own_group(info.st_gid))):
+        if part != real and info.st_mode & stat.S_ISVTX:
             continue  # in a folder with the sticky bit only owners can rename
-        if writers:
+        if _others_write(info, own_group=installed or part != real):
             raise PermissionError(errno.EPERM, "other users can write it", str(part))
     return real
+
+
+def _others_write(info: os.stat_result, *, own_group: bool) -> bool:
+    """Whether others can write this file or folder; this user's `own_group` may be no other."""
+    writers = info.st_mode & _OTHERS_WRITE
+    return bool(writers) and not (own_group and writers == stat.S_IWGRP and _is_own_group(info.st_gid))
 
 
 def _us() -> set[int]:

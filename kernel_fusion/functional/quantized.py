@@ -114,10 +114,10 @@ def _backend(verb: str, backend: str | None, input: Tensor) -> str | None:
     wanted = backend or state.backend
     if wanted is None and input.device.type in ("cuda", "xpu"):
         for name in ("cuda", "triton"):
-            if unavailable_reason(name, input.device, "quantize") is None:
+            if unavailable_reason(name, input.device) is None:
                 return name
         return "eager"
-    if wanted == "cuda" and (reason := unavailable_reason(wanted, input.device, "quantize")):
+    if wanted == "cuda" and (reason := unavailable_reason(wanted, input.device)):
         raise BackendUnavailableError(f"`{verb}`: backend {wanted!r} was requested, but {reason}")
     return wanted
 

@@ -1,8 +1,8 @@
 """Builds the C++ extension with the C++ compiler alone: no CUDA toolkit, no ninja, no manual step.
 
-A library has the CPU kernels for this machine's best instruction set; one built ahead has all. A first call builds no
-gradients of norms; the first backward does. An atomic rename stores a library, so nobody loads what a killed builder
-left. `torch.utils.cpp_extension` needs ninja, and its lock file blocks forever after a killed build.
+A library has the CPU kernels for this machine's best instruction set; one built ahead has all. An atomic rename stores
+a library, so nobody loads what a killed builder left. `torch.utils.cpp_extension` needs ninja, and its lock file blocks
+forever after a killed build.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import platform
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -28,9 +28,6 @@ from kernel_fusion.native.forks import no_fork
 from kernel_fusion.native.jobs import Say
 
 Library = TypeVar("Library")
-# Gradients take a third of a build.
-Part = Literal["operators", "gradients"]
-_WHOLE: tuple[Part, ...] = ("operators", "gradients")
 
 # For several PyTorch versions and compilers.
 _KEPT = 16
@@ -46,7 +43,7 @@ _SUFFIXES = (".cpp", ".h", ".cuh")
 
 # No flag changes NaN or Inf, and nothing is contracted: a * b - round(a * b) must be 0.
 _FLAGS = [
-    *("-std=c++20", "-O2", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-w"),
+    *("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-w"),
     *("-fno-math-errno", "-ffp-contract=off"),
     f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
     "-DAT_PER_OPERATOR_HEADERS",
@@ -54,15 +51,21 @@ _FLAGS = [
 ]
 # Ours run where PyTorch's AVX2 kernels do. CPU_CAPABILITY names their namespaces: else the linker would keep one
 # variant's inline functions.
-_VARIANTS = (
-    {
-        "DEFAULT": [],  # without -O3, which doubles the build time
-        "AVX2": ["-O3", "-mavx2", "-mfma", "-mf16c"],
-        "AVX512": ["-O3", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
-    }
-    if platform.machine() in ("x86_64", "AMD64")
-    else {"DEFAULT": ["-O3"]}
-)
+_X86_VARIANTS = {
+    "DEFAULT": [],  # without -O3, which doubles the build time
+    "AVX2": ["-O3", "-mavx2", "-mfma", "-mf16c"],
+    "AVX512": ["-O3", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
+}
+TORCH = Path(torch.__file__).parent
+Variants = Mapping[str, Sequence[str]]
+
+
+def variants_of(machine: str) -> Variants:
+    """The instruction sets that CPU kernels can have on a machine, with the compiler's flags for each."""
+    return _X86_VARIANTS if machine in ("x86_64", "AMD64") else {"DEFAULT": ["-O3"]}
+
+
+_VARIANTS = variants_of(platform.machine())
 
 
 def cpu_variants() -> list[str]:
@@ -76,18 +79,18 @@ def own_variants() -> list[str]:
     return [best if best in _VARIANTS else "DEFAULT"]
 
 
-def cpu_flags(variant: str) -> list[str]:
+def cpu_flags(variant: str, torch_folder: Path = TORCH, variants: Variants = _VARIANTS) -> list[str]:
     """A variant's compiler flags."""
-    return [*_include_flags(), f"-DCPU_CAPABILITY={variant}", f"-DCPU_CAPABILITY_{variant}", *_VARIANTS[variant]]
+    names = [f"-DCPU_CAPABILITY={variant}", f"-DCPU_CAPABILITY_{variant}"]
+    return [*include_flags(torch_folder), *names, *variants[variant]]
 
 
 def link_flags() -> list[str]:
-    """Linker flags for PyTorch's libraries, after the objects.
+    """Linker flags for the libraries of this process's PyTorch, after the objects.
 
     PyTorch's C++ library comes first: beside it, a static one would format numbers with its tables and crash.
     """
-    lib = Path(torch.__file__).parent / "lib"
-    return [*_loaded_cxx_library(), f"-L{lib}", f"-Wl,-rpath,{lib}", "-lc10", "-ltorch_cpu", "-ltorch", "-ldl"]
+    return [*_loaded_cxx_library(), f"-L{TORCH / 'lib'}", "-lc10", "-ltorch_cpu", "-ldl"]
 
 
 def _loaded_cxx_library() -> list[str]:
@@ -113,22 +116,18 @@ def compiler_version(compiler: tuple[str, ...]) -> str:
         return subprocess.run(command, capture_output=True, text=True, errors="replace", check=True).stdout
 
 
-def _key(
-    compiler: tuple[str, ...],
-    variants: Sequence[str],
-    sources: str | None = None,
-    parts: Sequence[Part] = _WHOLE,
-) -> str:
-    flags = repr((compiler[1:], _FLAGS, {variant: _VARIANTS[variant] for variant in variants}, parts))
-    return cache.digest(torch.__version__, compiler_version(compiler), flags, platform.machine(), sources or _sources())
+def _key(compiler: tuple[str, ...], variants: Sequence[str], sources: str | None = None) -> str:
+    flags = repr((compiler[1:], _FLAGS, {variant: _VARIANTS[variant] for variant in variants}))
+    sources = sources or sources_digest()
+    return cache.digest(torch.__version__, compiler_version(compiler), flags, platform.machine(), sources)
 
 
 def exported_key(sources: str | None = None) -> str:
     """The key of an exported library, by any compiler."""
-    return cache.digest("exported", torch.__version__, platform.machine(), sources or _sources())
+    return cache.digest("exported", torch.__version__, platform.machine(), sources or sources_digest())
 
 
-def _sources() -> str:
+def sources_digest() -> str:
     """A digest of every native source."""
     prefix = f"{NATIVE}{os.sep}"
     return cache.digest(
@@ -136,28 +135,26 @@ def _sources() -> str:
     )
 
 
-def _keys(*, whole: bool) -> Iterator[str]:
+def _keys() -> Iterator[str]:
     """This process's keys, with a compiler, and an exported library's."""
-    sources = _sources()
+    sources = sources_digest()
     if compiler := cxx_compiler():
         for variants in (cpu_variants(), own_variants()):
             yield _key(compiler, variants, sources)
-        if not whole:
-            yield _key(compiler, own_variants(), sources, ("operators",))
     yield exported_key(sources)
 
 
-def kept_library(*, whole: bool = False) -> Path | None:
-    """A cached library for this process, or None; `whole`: with gradients."""
+def kept_library() -> Path | None:
+    """A cached library for this process, or None."""
     with suppress(OSError, subprocess.SubprocessError, BuildError):
-        for key in _keys(whole=whole):
+        for key in _keys():
             if cache.EXTENSIONS.read(key) is not None:
                 return cache.EXTENSIONS.path(key)
     return None
 
 
 def built_library(say: Say, *, every_variant: bool = False) -> Path:
-    """The cached whole library for this PyTorch and machine, built if missing.
+    """The cached library for this PyTorch and machine, built if missing.
 
     Args:
         say: gets a line before and after a build, and every few seconds.
@@ -166,20 +163,20 @@ def built_library(say: Say, *, every_variant: bool = False) -> Path:
     Raises:
         BuildError: there is no compiler, it failed, or the library cannot be stored.
     """
-    if not every_variant and (kept := kept_library(whole=True)) is not None:
+    if not every_variant and (kept := kept_library()) is not None:
         return kept
     with _errors_of_builds():
         variants = cpu_variants() if every_variant else own_variants()
-        key = _key(_compiler(), variants)
+        key = _key(required_compiler(), variants)
         if cache.EXTENSIONS.read(key) is None:
             if problem := _no_folder():
                 raise BuildError(problem)
-            os.close(_build(key, variants, _WHOLE, say))
+            os.close(_build(key, variants, say))
         return cache.EXTENSIONS.path(key)
 
 
 def load_library(load: Callable[[int], Library], say: Say) -> Library:
-    """`load` the library for this PyTorch and machine; one without gradients is built if missing.
+    """`load` the library for this PyTorch and machine, built if missing.
 
     Args:
         load: owns a descriptor; raises OSError if loading fails. A cached library is then built again, once.
@@ -189,33 +186,22 @@ def load_library(load: Callable[[int], Library], say: Say) -> Library:
         BuildError: there is no compiler, it failed, or loading does.
     """
     with _errors_of_builds():
-        return _load(_keys(whole=False), ("operators",), load, say)
-
-
-def load_gradients(load: Callable[[int], Library], say: Say) -> Library:
-    """`load` the gradients that a loaded library lacks."""
-    with _errors_of_builds():
-        return _load([_key(_compiler(), own_variants(), None, ("gradients",))], ("gradients",), load, say)
-
-
-def _load(keys: Iterable[str], parts: tuple[Part, ...], load: Callable[[int], Library], say: Say) -> Library:
-    """`load` an entry, or what is built."""
-    for key in keys:
-        file = cache.EXTENSIONS.open(key)
-        if file is None:
-            continue
+        for key in _keys():
+            file = cache.EXTENSIONS.open(key)
+            if file is None:
+                continue
+            try:
+                return load(file)
+            except OSError as error:
+                say(f"kernel_fusion: {cache.EXTENSIONS.path(key)} cannot be loaded and is built again: {error}")
+                cache.EXTENSIONS.discard(key, file)
+        variants = own_variants()
+        file = _build(_key(required_compiler(), variants), variants, say)
         try:
             return load(file)
         except OSError as error:
-            say(f"kernel_fusion: {cache.EXTENSIONS.path(key)} cannot be loaded and is built again: {error}")
-            cache.EXTENSIONS.discard(key, file)
-    variants = own_variants()
-    file = _build(_key(_compiler(), variants, None, parts), variants, parts, say)
-    try:
-        return load(file)
-    except OSError as error:
-        os.close(file)
-        raise BuildError(f"the extension was built but cannot be loaded: {error}") from error
+            os.close(file)
+            raise BuildError(f"the extension was built but cannot be loaded: {error}") from error
 
 
 @contextmanager
@@ -226,7 +212,8 @@ def _errors_of_builds() -> Iterator[None]:
         raise BuildError(f"building the extension failed: {error}") from error
 
 
-def _compiler() -> tuple[str, ...]:
+def required_compiler() -> tuple[str, ...]:
+    """The C++ compiler's command, or BuildError."""
     compiler = cxx_compiler()
     if compiler is None:
         raise BuildError(f"no C++ compiler was found: {compilers_tried()}")
@@ -241,9 +228,9 @@ def _no_folder() -> str | None:
     return None
 
 
-def _build(key: str, variants: Sequence[str], parts: tuple[Part, ...], say: Say) -> int:
+def _build(key: str, variants: Sequence[str], say: Say) -> int:
     """A library's descriptor, built here or by another process."""
-    compiler = _compiler()
+    compiler = required_compiler()
     with ExitStack() as stack:
         with suppress(OSError):  # every process then builds
             stack.enter_context(jobs.turn(cache.EXTENSIONS.folder(), say))
@@ -251,10 +238,10 @@ def _build(key: str, variants: Sequence[str], parts: tuple[Part, ...], say: Say)
             return file
         folder = stack.enter_context(jobs.private_folder(_workplaces()))
         command = " ".join(compiler)
-        what = "C++ extension" if "operators" in parts else "CPU kernels for gradients"
-        say(f"kernel_fusion: building its {what} with {command}, once for this PyTorch (less than a minute) ...")
+        say(f"kernel_fusion: building its C++ extension with {command}, once for this PyTorch (less than a minute) ...")
         start = time.perf_counter()
-        library = _compile(compiler, _units(variants, jobs.num_cores(), parts), folder, say)
+        units = [*host_units(jobs.num_cores()), *kernel_units(variants, jobs.num_cores())]
+        library = compile_library(compiler, units, link_flags(), folder, say)
         say(f"kernel_fusion: built in {time.perf_counter() - start:.0f} s")
         if cache.EXTENSIONS.write(key, library.read_bytes()) and (file := cache.EXTENSIONS.open(key)) is not None:
             cache.EXTENSIONS.keep(_KEPT)
@@ -282,22 +269,24 @@ def _workplaces() -> list[Path]:
 Unit = tuple[list[Path], list[str]]
 
 
-def _units(variants: Sequence[str], cores: int, parts: Sequence[Part] = _WHOLE) -> list[Unit]:
-    """Files to compile together, since they share headers, and flags; the longest first."""
-    host, kernels = sorted(_SOURCES.glob("*.cpp")), sorted(_CPU_KERNELS.glob("*.cpp"))
+def host_units(cores: int, torch_folder: Path = TORCH) -> list[Unit]:
+    """Files of the operators to compile together, since they share headers, and flags."""
+    host = sorted(_SOURCES.glob("*.cpp"))
     cuda = [path for path in host if path.stem.endswith("_cuda")] + sorted((_SOURCES / "cuda").glob("*.cpp"))
     others = [path for path in host if path not in cuda] + sorted((_SOURCES / "cpu").glob("*.cpp"))
+    flags = include_flags(torch_folder)
+    return [(files, flags) for files in (*_dealt(others, 1, cores), *_dealt(cuda, 1, cores))]
+
+
+def kernel_units(
+    names: Iterable[str], cores: int, torch_folder: Path = TORCH, variants: Variants = _VARIANTS
+) -> list[Unit]:
+    """The same of the CPU kernels, for instruction sets by their `names`."""
+    kernels = sorted(_CPU_KERNELS.glob("*.cpp"))
     backward = [path for path in kernels if path.stem.startswith("row_norm_bwd")]
     forward = [path for path in kernels if path not in backward]
-    units: list[Unit] = []
-    if "operators" in parts:
-        units += [(files, _include_flags()) for files in (*_dealt(others, 1, cores), *_dealt(cuda, 1, cores))]
-        units += [(files, cpu_flags(variant)) for files in _dealt(forward, 1, cores) for variant in variants]
-    else:  # for both parts
-        backward += [path for path in forward if path.stem == "activation_loops"]
-    if "gradients" in parts:
-        units += [(files, cpu_flags(variant)) for files in _dealt(backward, 2, cores) for variant in variants]
-    return sorted(units, key=lambda unit: len(unit[0]) > 1)  # long files first
+    parts = [*_dealt(forward, 1, cores), *_dealt(backward, 2, cores)]
+    return [(files, cpu_flags(name, torch_folder, variants)) for files in parts for name in names]
 
 
 def _dealt(files: list[Path], count: int, cores: int) -> list[list[Path]]:
@@ -310,21 +299,24 @@ def _dealt(files: list[Path], count: int, cores: int) -> list[list[Path]]:
     return [*([path] for path in alone), *(files[i::count] for i in range(count))]
 
 
-def _include_flags() -> list[str]:
-    include = Path(torch.__file__).parent / "include"
+def include_flags(torch_folder: Path = TORCH) -> list[str]:
+    """Compiler flags for our headers and PyTorch's."""
+    include = torch_folder / "include"
     folders = [f"-I{NATIVE}", f"-I{_SOURCES}", "-isystem", str(include)]
     return [*_FLAGS, *folders, "-isystem", str(include / "torch" / "csrc" / "api" / "include")]
 
 
-def _compile(compiler: Sequence[str], units: Sequence[Unit], folder: Path, say: Say) -> Path:
-    """Compile all units in parallel and link them."""
+def compile_library(
+    compiler: Sequence[str], units: Sequence[Unit], link: Sequence[str], folder: Path, say: Say
+) -> Path:
+    """Compile all units in parallel, those of one long file first, and link them with the flags `link`."""
     objects, commands = [], []
-    for index, (files, flags) in enumerate(units):
+    for index, (files, flags) in enumerate(sorted(units, key=lambda unit: len(unit[0]) > 1)):
         unit, out = folder / f"{index}.cpp", folder / f"{index}.o"
         unit.write_bytes(b"".join(b'#include "%s"\n' % os.fsencode(file) for file in files))
         objects.append(str(out))
         commands.append([*compiler, *flags, "-c", str(unit), "-o", str(out)])
     jobs.run(commands, folder, say)
     library = folder / "kernel_fusion.so"
-    jobs.run([[*compiler, "-shared", "-fopenmp", *objects, *link_flags(), "-o", str(library)]], folder, say)
+    jobs.run([[*compiler, "-shared", *objects, *link, "-o", str(library)]], folder, say)
     return library

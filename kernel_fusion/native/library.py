@@ -6,46 +6,57 @@ import ctypes
 import os
 import sys
 from contextlib import ExitStack, suppress
-from typing import Any
+from pathlib import Path
 
 from kernel_fusion.native.forks import no_fork
 
-# `Opener` of extension/cpu/variant.cpp.
-_OPENER = ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_char_p))
-_errors: list[bytes] = []  # C++ points to these
 
+def open_prebuilt() -> ctypes.CDLL | None:
+    """The extension that this package's wheel brings, or None.
 
-def open_extension() -> ctypes.CDLL:
-    """The extension, built if necessary, or BuildError."""
+    Raises:
+        OSError: there is one, but it cannot be used.
+    """
     with no_fork:
-        from kernel_fusion.native import build  # it needs POSIX
+        from kernel_fusion.native import prebuilt  # it needs POSIX
 
-    opened = build.load_library(_dlopen, say)
+    opened = prebuilt.load(_dlopen)
+    return opened and _declared(opened)
+
+
+def open_built(because: str | None) -> ctypes.CDLL:
+    """The extension from the cache, or built, or BuildError. Before it builds, it says `because`, if that is given."""
+    with no_fork:
+        from kernel_fusion.native import build
+
+    reasons = [f"kernel_fusion: {because}"] if because else []
+
+    def say_why(line: str) -> None:
+        while reasons:
+            say(reasons.pop())
+        say(line)
+
+    return _declared(build.load_library(_dlopen, say_why))
+
+
+def ready_library(every_variant: bool = False) -> Path:
+    """The library that a process opens here, that of the wheel or a built one, built if missing; or BuildError.
+
+    `every_variant` builds it with other machines' CPU kernels too, which the wheel's has anyway.
+    """
+    from kernel_fusion.native import build, prebuilt
+
+    return prebuilt.usable_library()[0] or build.built_library(say, every_variant=every_variant)
+
+
+def _declared(opened: ctypes.CDLL) -> ctypes.CDLL:
     opened.kf_count.restype = ctypes.c_int64
     opened.kf_cpu_variant.restype = ctypes.c_char_p
     opened.kf_keep_memory.argtypes = [ctypes.c_int64]
     opened.kf_use_cpu_variant.restype = ctypes.c_bool
     opened.kf_rehearse.argtypes = [ctypes.c_void_p, ctypes.c_int]
     opened.kf_set_planner.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
-    opened.kf_set_gradient_opener.argtypes = [ctypes.c_void_p]
-    opened.kf_set_gradient_opener(ctypes.cast(_opener, ctypes.c_void_p))
     return opened
-
-
-def _open_gradients(table: Any, error: Any) -> None:
-    """Answer the gradients that the loaded library lacks, or an error."""
-    try:
-        from kernel_fusion.native import build
-
-        opened = build.load_gradients(_dlopen, say)
-        (variant,) = build.own_variants()
-        table[0] = ctypes.cast(getattr(opened, f"kf_gradient_kernels_{variant}"), ctypes.c_void_p)
-    except BaseException as raised:  # nothing may be raised through C
-        _errors.append(f"{type(raised).__name__}: {raised}".encode())
-        error[0] = _errors[-1]
-
-
-_opener = _OPENER(_open_gradients)
 
 
 def say(line: str) -> None:

@@ -19,7 +19,7 @@ from kernel_fusion.config import check_backend_name, state
 from kernel_fusion.core import arguments
 from kernel_fusion.errors import BackendUnavailableError
 from kernel_fusion.operators import jagged, loader, schemas
-from kernel_fusion.operators.fallback import LAUNCHED_FROM_PYTHON, define_triton
+from kernel_fusion.operators.fallback import define_triton
 
 _OVERLOADS = {name: schemas.overload(name) for name in schemas.VERBS}
 _OPTIONAL_TENSOR = (Tensor, type(None))
@@ -56,7 +56,7 @@ def _chosen(verb: str, name: str, backend: str | None, *tensors: Tensor | None) 
     if backend == "eager":
         definition = partial(schemas.reference_call, name)
         return definition if is_dynamo_compiling() else arguments.checked(_OVERLOADS[name], definition)
-    if backend is not None and (reason := obstacle(backend, verb, tensors)):
+    if backend is not None and (reason := obstacle(backend, tensors)):
         raise BackendUnavailableError(f"`{verb}`: backend {backend!r} was requested, but {reason}")
     return partial(triton.serve, name) if backend == "triton" else _by_device(name)
 
@@ -79,8 +79,8 @@ def _by_device(name: str) -> Callable[..., Any]:
     return overload if is_dynamo_compiling() else overload._op  # type: ignore[no-any-return]
 
 
-def obstacle(backend: str, verb: str, tensors: Sequence[Tensor | None]) -> str | None:
-    """The reason that `backend` cannot serve `verb` with these tensors, or None."""
+def obstacle(backend: str, tensors: Sequence[Tensor | None]) -> str | None:
+    """The reason that `backend` cannot serve a verb with these tensors, or None."""
     device = None
     for tensor in tensors:
         if tensor is None:
@@ -88,7 +88,7 @@ def obstacle(backend: str, verb: str, tensors: Sequence[Tensor | None]) -> str |
         if device is None or tensor.device != device:
             if device is not None and tensor.dim() > 0:
                 continue  # mixed devices have an error of their own
-            if reason := unavailable_reason(backend, tensor.device, verb):
+            if reason := unavailable_reason(backend, tensor.device):
                 return reason
             device = device or tensor.device
         if reason := refusal(tensor):
@@ -96,8 +96,8 @@ def obstacle(backend: str, verb: str, tensors: Sequence[Tensor | None]) -> str |
     return None
 
 
-def unavailable_reason(backend: str, device: torch.device | None = None, verb: str = "layer_norm") -> str | None:
-    """The reason that `backend` cannot run `verb` on `device` (None: on any here), or None. Loads the extension."""
+def unavailable_reason(backend: str, device: torch.device | None = None) -> str | None:
+    """The reason that `backend` cannot run on `device` (None: on any here), or None. Loads the extension."""
     if backend == "eager":
         return None
     if backend == "cpu":
@@ -106,7 +106,7 @@ def unavailable_reason(backend: str, device: torch.device | None = None, verb: s
         return None if loader.load() else f"its extension could not be built: {loader.error()}"
     if backend == "cuda":
         reason = availability.why_not_cuda(device)
-        if reason is None and verb not in LAUNCHED_FROM_PYTHON and not loader.load():
+        if reason is None and not loader.load():
             reason = f"what launches it is the extension, which could not be built: {loader.error()}"
         return reason
     reason = availability.why_not_triton(device)

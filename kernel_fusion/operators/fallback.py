@@ -1,4 +1,4 @@
-"""Serves calls without the extension: by Triton, CUDA kernels launched from Python, or the definition."""
+"""Serves calls without the extension: by Triton, or the definition."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from functools import cache
 from typing import Any
 
 from kernel_fusion.backends import availability, triton
-from kernel_fusion.core import checks
 from kernel_fusion.operators import schemas, vmap
-
-LAUNCHED_FROM_PYTHON = ("layer_norm", "rms_norm")
 
 
 def serve(verb: str, *args: Any) -> Any:
@@ -21,29 +18,12 @@ def serve(verb: str, *args: Any) -> Any:
 
 
 def serve_on_gpu(verb: str, *args: Any) -> Any:
-    """CUDA kernels if Python launches them, else Triton's, else the definition."""
+    """Triton's kernels if they run, else the definition."""
     input = args[0]
-    if availability.refusal(input) is None:
-        if verb in LAUNCHED_FROM_PYTHON and availability.why_not_cuda(input.device) is None:
-            return _launch_from_python(verb, *args)
-        if availability.why_not_triton(input.device) is None:
-            define_triton()
-            return triton.serve(verb, *args)
+    if availability.refusal(input) is None and availability.why_not_triton(input.device) is None:
+        define_triton()
+        return triton.serve(verb, *args)
     return schemas.reference_call(verb, *args)
-
-
-def _launch_from_python(verb: str, *args: Any) -> Any:
-    input, num_dims, weight, bias, eps, weight_offset, out_dtype = args
-    if not checks.shaped(input.shape[input.dim() - num_dims :], weight, bias):
-        return schemas.reference_call(verb, *args)
-    from kernel_fusion.backends.cuda import python_launch
-
-    checks.row_norm(verb, input, weight, bias, weight_offset, out_dtype)
-    python_launch.register(schemas.library)
-    if eps is None:
-        eps = schemas.default_eps(input)
-    apply: Callable[..., Any] = python_launch.RowNorm.apply
-    return apply(input, num_dims, weight, bias, eps, weight_offset, out_dtype, verb == "rms_norm")
 
 
 @cache

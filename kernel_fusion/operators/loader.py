@@ -6,19 +6,23 @@ import ctypes
 import os
 import threading
 import warnings
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from kernel_fusion.backends import availability
 from kernel_fusion.core.fields import COUNTERS
 from kernel_fusion.errors import BuildError
-from kernel_fusion.native.library import open_extension
+from kernel_fusion.native import library as native
 from kernel_fusion.operators import schemas
 from kernel_fusion.operators.fallback import take_over
 
 _lock = threading.RLock()
 _library: ctypes.CDLL | None = None
 _error: str | None = None
+_from_wheel = False
+_why_not_from_wheel: str | None = None
 
 
 def _in_forked_child() -> None:
@@ -47,12 +51,23 @@ def load() -> bool:
                 _library = _open()
             except Exception as error:  # whatever failed, the definition can serve the call
                 _error = str(error) if isinstance(error, BuildError) else f"{type(error).__name__}: {error}"
+                _error += f"; {_why_not_from_wheel}" if _why_not_from_wheel else ""
                 warnings.warn(
                     f"kernel_fusion works without its C++ extension, which could not be built: {_error}\n"
-                    "CPU tensors take the plain PyTorch definition; CUDA kernels are launched from Python.",
+                    "CPU tensors take the plain PyTorch definition, GPU tensors Triton's kernels.",
                     stacklevel=2,
                 )
         return _library is not None
+
+
+def is_from_wheel() -> bool:
+    """Whether the loaded extension came with this package, instead of being built here."""
+    return _from_wheel
+
+
+def why_not_from_wheel() -> str | None:
+    """Why the library of the wheel was not used, or None; None too if there is none, or nothing is loaded yet."""
+    return _why_not_from_wheel
 
 
 def error() -> str | None:
@@ -102,10 +117,61 @@ def keep_memory(largest: int | None) -> None:
 
 
 def _open() -> ctypes.CDLL:
-    opened = open_extension()
+    global _from_wheel, _why_not_from_wheel
+    opened, _why_not_from_wheel = _open_prebuilt()
+    _from_wheel = opened is not None
+    if opened is None:
+        opened = native.open_built(_why_not_from_wheel)
     _forget_stubs()
     _enable_cuda(opened)
     return opened
+
+
+def _open_prebuilt() -> tuple[ctypes.CDLL | None, str | None]:
+    """The wheel's extension if it works here, and, if there is one that does not, why."""
+    try:
+        opened = native.open_prebuilt()
+        if opened is not None and (problem := _problem(opened)):
+            opened.kf_withdraw()
+            raise OSError(problem)
+        return opened, None
+    except OSError as error:
+        return None, f"the library of its wheel is not used: {error}"
+
+
+def _problem(opened: ctypes.CDLL) -> str | None:
+    """What is wrong with a small norm and its gradient, beside the definition.
+
+    A thread of its own has no modes, transforms or autocast of the caller's.
+    """
+    if not opened.kf_use_cpu_variant(opened.kf_cpu_variant()):
+        return "it lacks the CPU kernels of this machine"
+    problems: list[str] = []
+
+    def results(norm: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        x = torch.arange(24, dtype=torch.float32, device="cpu").view(3, 8).sin().requires_grad_()
+        y = norm(x, 1, x.detach()[0].cos(), None, 1e-5, 0.0, None)
+        (y * x.detach().exp()).sum().backward()  # `torch.autograd.grad` would import modules for a second
+        return y, x.grad
+
+    def run() -> None:
+        before = opened.kf_count(COUNTERS.code("cpu_backward"))
+        try:
+            ours, definition = (
+                results(schemas.overload("layer_norm")),
+                results(partial(schemas.reference_call, "layer_norm")),
+            )
+            if opened.kf_count(COUNTERS.code("cpu_backward")) == before:
+                problems.append("it does not compute")
+            if not all(map(partial(torch.allclose, rtol=1e-4, atol=1e-4), ours, definition)):
+                problems.append("it computes something else than the definition")
+        except Exception as error:
+            problems.append(f"{type(error).__name__}: {error}")
+
+    trial = threading.Thread(target=run)
+    trial.start()
+    trial.join()
+    return problems[0] if problems else None
 
 
 def _forget_stubs() -> None:

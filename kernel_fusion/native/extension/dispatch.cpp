@@ -58,9 +58,13 @@ struct Functor : c10::OperatorKernel {
   void operator()(const c10::OperatorHandle&, c10::DispatchKeySet keys, Stack* stack) { kernel({backend, keys}, *stack); }
 };
 
+std::map<c10::DispatchKey, torch::Library>& libraries() {
+  static std::map<c10::DispatchKey, torch::Library> by_key;
+  return by_key;
+}
+
 void implement(const char* op, c10::DispatchKey key, Kernel* kernel, const Backend* backend) {
-  static std::map<c10::DispatchKey, torch::Library> libraries;
-  auto& library = libraries.try_emplace(key, torch::Library::IMPL, "kernel_fusion", key, __FILE__, __LINE__).first->second;
+  auto& library = libraries().try_emplace(key, torch::Library::IMPL, "kernel_fusion", key, __FILE__, __LINE__).first->second;
   library.impl(op, torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Functor>(kernel, backend)));
 }
 
@@ -89,3 +93,6 @@ Implements::Implements(const char* op, std::initializer_list<c10::DispatchKey> k
 }
 
 }  // namespace kf
+
+// Takes this library's kernels out of the dispatcher, so that another one can put its own there.
+extern "C" __attribute__((visibility("default"))) void kf_withdraw() { kf::libraries().clear(); }

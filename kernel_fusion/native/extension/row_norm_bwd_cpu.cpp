@@ -57,15 +57,13 @@ bool goes_by_columns(const Rows& x, size_t bytes) {
 void backward_by_columns(const cpu::BackwardByColumns& args) {
   const int64_t rows = args.rows, strips = cpu::strips_of(args.cols), elements = rows * cpu::strip_width(args.cols);
   std::vector<cpu::RowSums> sums(strips * rows);
-  share(strips, elements,
-        [&](int64_t begin, int64_t end) { cpu::gradient_kernels().backward_sums(args, begin, end, sums.data()); });
+  share(strips, elements, [&](int64_t begin, int64_t end) { cpu::kernels().backward_sums(args, begin, end, sums.data()); });
   if (!args.dx) return;
   for (int64_t i = rows; i < strips * rows; ++i) {  // the first strip's sums become those of the rows
     sums[i % rows].g += sums[i].g;
     sums[i % rows].gx += sums[i].gx;
   }
-  share(strips, elements,
-        [&](int64_t begin, int64_t end) { cpu::gradient_kernels().backward_dx(args, begin, end, sums.data()); });
+  share(strips, elements, [&](int64_t begin, int64_t end) { cpu::kernels().backward_dx(args, begin, end, sums.data()); });
 }
 
 // The number of rows in a block, which has partial sums of its own. The shape decides it, not the number of threads. There are
@@ -119,8 +117,8 @@ struct BlockSums {
   void round(int64_t run, const char* own, bool interleaved) const {
     for (int64_t gradient = 0; gradient < wanted.count; ++gradient)
       if (const auto type = result(gradient).scalar_type(); type != acc)
-        cpu::gradient_kernels().round_row(cpu_dtype(acc), own + gradient * row_bytes, cols, cpu_dtype(type),
-                                          result_of(gradient, run), interleaved);
+        cpu::kernels().round_row(cpu_dtype(acc), own + gradient * row_bytes, cols, cpu_dtype(type), result_of(gradient, run),
+                                 interleaved);
   }
   void add_up(int64_t runs) const {
     const int64_t of_run = blocks / runs;
@@ -169,8 +167,8 @@ void backward_by_blocks(const BackwardCall& call, const cpu::Backward& args, con
         mine.dweight = to_sum(0);
         mine.dbias = to_sum(1);
         mine.dgate = to_sum(2);
-        if (staged) cpu::gradient_kernels().backward_staged(mine, stages, first, last);
-        else cpu::gradient_kernels().backward(mine, first, last);
+        if (staged) cpu::kernels().backward_staged(mine, stages, first, last);
+        else cpu::kernels().backward(mine, first, last);
         if (sums.at_once) sums.round(run, own_sums.get(), interleaved);
       }
     };
@@ -194,13 +192,12 @@ void backward_by_own_rows(const BackwardCall& call, const cpu::Backward& args, c
                                call.wants[3] ? memory_or_null(to.dresidual) : nullptr,
                                u.data(),
                                u.layout()};
-  share(x.rows, x.cols, [&](int64_t begin, int64_t end) { cpu::gradient_kernels().backward_own(args, own, begin, end); });
+  share(x.rows, x.cols, [&](int64_t begin, int64_t end) { cpu::kernels().backward_own(args, own, begin, end); });
 }
 
 }  // namespace
 
 void backward_cpu(const BackwardCall& call, RowNormGradients& to) {
-  cpu::gradient_kernels();  // opens them here if need be, so that other threads only find them
   const Rows x(call.input, call.num_dims), dy(call.dy, call.num_dims);
   const auto x_type = cpu_dtype(call.input.scalar_type()), dy_type = cpu_dtype(call.dy.scalar_type());
   const Runs runs(call, x.rows);

@@ -1,4 +1,4 @@
-// Arguments of row norms and codes, for backends/cuda/python_launch.py, too.
+// Arguments of row norms and codes.
 #pragma once
 
 namespace kf {

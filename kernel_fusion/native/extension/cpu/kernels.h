@@ -324,20 +324,14 @@ using QuantizeRows = void(const Quantization&, const void* v, const RowLayout& l
   X(RowNormForwardStaged, forward_staged) X(PointwiseLoop, pointwise) X(PointwiseLoop, pointwise_bwd) \
   X(PointwiseColumns, pointwise_bwd_columns) X(ReduceRows, reduce_rows) X(ReduceColumns, reduce_columns) X(AddRows, add_rows) \
   X(StoreSums, store_sums) X(SoftmaxForwardRows, softmax) X(SoftmaxBackwardRows, softmax_bwd) X(RotaryForward, rotary) \
-  X(RotaryBackward, rotary_bwd) X(QuantizeRows, quantize_rows)
-
-// The gradients of row norms take a third of a build, so a library of their own may have them, for the first backward.
-#define KF_CPU_GRADIENT_KERNELS(X) \
-  X(RoundRow, round_row) X(RowNormBackward, backward) X(RowNormBackwardSums, backward_sums) X(RowNormBackwardDx, backward_dx) \
-  X(RowNormBackwardOwn, backward_own) X(RowNormBackwardStaged, backward_staged)
+  X(RotaryBackward, rotary_bwd) X(QuantizeRows, quantize_rows) X(RoundRow, round_row) X(RowNormBackward, backward) \
+  X(RowNormBackwardSums, backward_sums) X(RowNormBackwardDx, backward_dx) X(RowNormBackwardOwn, backward_own) \
+  X(RowNormBackwardStaged, backward_staged)
 // clang-format on
 
 #define KF_POINTER(type, name) type* name;
 struct Kernels {
   KF_CPU_KERNELS(KF_POINTER)
-};
-struct GradientKernels {
-  KF_CPU_GRADIENT_KERNELS(KF_POINTER)
 };
 #undef KF_POINTER
 
@@ -346,8 +340,5 @@ struct GradientKernels {
 
 // The kernels for this machine's instruction set, within ATEN_CPU_CAPABILITY.
 const Kernels& kernels();
-
-// The first call may wait for Python, which opens that library, so no thread may wait for the caller. Raises if there is none.
-const GradientKernels& gradient_kernels();
 
 }  // namespace kf::cpu

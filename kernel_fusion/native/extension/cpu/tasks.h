@@ -3,10 +3,12 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <torch/csrc/stable/c/shim.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <limits>
 #include <utility>
 #include <vector>
@@ -49,6 +51,26 @@ class alignas(64) Portion {
   std::atomic<uint64_t> steps = 0;
 };
 
+// at::parallel_for(0, count, grain, f) as a function of PyTorch's library, so that ours needs no OpenMP of its own.
+template <class F> void parallel(int64_t count, int64_t grain, const F& f) {
+  struct Region {
+    const F& f;
+    std::atomic_flag has_failed = ATOMIC_FLAG_INIT;
+    std::exception_ptr error;  // which PyTorch's function would write to stderr
+  } region{f};
+  const auto part = [](int64_t begin, int64_t end, void* context) {
+    auto& region = *static_cast<Region*>(context);
+    try {
+      region.f(begin, end);
+    } catch (...) {
+      if (!region.has_failed.test_and_set()) region.error = std::current_exception();
+    }
+  };
+  const auto failed = torch_parallel_for(0, count, grain, part, &region);
+  if (region.error) std::rethrow_exception(region.error);
+  TORCH_CHECK(failed == AOTI_TORCH_SUCCESS, "kernel_fusion: PyTorch could not share a loop among its threads");
+}
+
 // Shares the indices [0, count), each worth `elements_each` elements, among threads. Every thread calls make() once, and its
 // result f(begin, end) for parts of the indices. In a large call, threads take at least `step` indices at a time, and help
 // slower threads when their own are done.
@@ -59,11 +81,10 @@ template <class Make> void share_by(int64_t count, int64_t elements_each, int64_
   const int64_t elements = count * elements_each;
   const bool helps = steps >= 2 * threads && elements >= kMuch * threads && steps <= std::numeric_limits<int32_t>::max();
   if (is_small(elements) || threads <= 1 || !helps)
-    return at::parallel_for(0, count, is_small(elements) ? count : least,
-                            [&](int64_t begin, int64_t end) { make()(begin, end); });
+    return parallel(count, is_small(elements) ? count : least, [&](int64_t begin, int64_t end) { make()(begin, end); });
   std::vector<Portion> portions(threads);
   for (int64_t t = 0; t < threads; ++t) portions[t].set(t * steps / threads, (t + 1) * steps / threads);
-  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+  parallel(threads, 1, [&](int64_t begin, int64_t end) {
     auto&& f = make();
     for (int64_t mine = begin; mine < end; ++mine)
       for (int64_t ahead = 0; ahead < threads; ++ahead)

@@ -116,14 +116,4 @@ void backward_dx(const BackwardByColumns& c, int64_t begin, int64_t end, const R
   with_type(c.x_type, [&]<class T>(T*) { dx_of_strips<Alike<T>>(c, begin, end, sums); });
 }
 
-// The table's name is C's, because Python looks for it.
-KF_CPU_GRADIENT_KERNELS(KF_KERNEL)
-
-#define KF_JOIN(a, b) a##b
-#define KF_TABLE(set) KF_JOIN(kf_gradient_kernels_, set)
-extern "C" {
-extern const GradientKernels KF_TABLE(CPU_CAPABILITY) __attribute__((visibility("default")));
-const GradientKernels KF_TABLE(CPU_CAPABILITY){KF_CPU_GRADIENT_KERNELS(KF_ENTRY)};
-}
-
 }  // namespace kf::cpu::CPU_CAPABILITY
