@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -183,6 +184,58 @@ def test_rows_of_another_length_run_the_modules_code() -> None:
     compared(SixtyFourNorm(), torch.randn(4, 16))
 
 
+class ManyStridesNorm(Norm):
+    """RMSNorm whose result is contiguous in bf16 only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y.contiguous() if x.dtype is torch.bfloat16 else y
+
+
+class Summed(nn.Module):
+    """The norm of a sum, and the sum."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = x + x.clone()
+        y = self.norm(h)
+        return y, h
+
+
+class ModulatedSum(Summed):
+    """The same, modulated."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scale = x[:1, :1, :1, :]
+        h = x + scale * x.clone()
+        y = self.norm(h) * (1 + scale) + scale
+        return y, h
+
+
+class GatedNorm(Norm):
+    """RMSNorm, gated before."""
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return super().forward(x * F.silu(gate))
+
+
+class SelfGatedNorm(Summed):
+    """A gated norm of the input, twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x, x)
+
+
+class Headed(Summed):
+    """A norm of heads, as attention calls it: its result goes back to tokens without a copy."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.transpose(1, 2)).transpose(1, 2).view(2, 5, 48)
+
+
 class Angles(nn.Module):
     """cos and sin of positions, each angle twice; beyond position 1000 the second is another."""
 
@@ -215,6 +268,52 @@ class Turning(nn.Module):
         cos, sin = self.angles(x, torch.arange(2000, 2000 + x.shape[2])[None])
         q, k = turn(x, x + 1, cos, sin)
         return q + k
+
+
+def test_heads_are_joined_without_a_copy() -> None:
+    """A norm of a view with tokens and heads swapped has the strides that its own code gives."""
+    compared(Headed(Norm()), torch.randn(2, 5, 3, 16))
+
+
+LAYOUTS = [
+    torch.randn(2, 3, 5, 16).transpose(1, 2),  # swapped
+    torch.randn(5, 4, 2, 16)[:, 1:].permute(2, 0, 1, 3),  # with gaps, too
+    torch.randn(2, 3, 5, 48).chunk(3, -1)[1],
+    torch.randn(2, 16, 3, 5).movedim(1, -1),  # rows in pieces
+    torch.randn(2, 1, 5, 16).expand(2, 3, 5, 16),
+    torch.randn(2, 3, 1, 16).transpose(1, 2),  # contiguous after all
+]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Norm(),
+        ManyStridesNorm(),
+        nn.LayerNorm(16),
+        nn.RMSNorm(16),
+        SelfGatedNorm(GatedNorm()),
+        Summed(Norm()),
+        Summed(nn.LayerNorm(16)),
+        ModulatedSum(nn.LayerNorm(16, elementwise_affine=False)),
+        Gated(),
+        Function(lambda x: x * torch.sigmoid(x)),
+        nn.Softmax(-1),
+    ],
+    ids=lambda model: "-".join(type(module).__name__ for module in model.modules()),
+)
+def test_strides_stay(model: nn.Module) -> None:
+    """What a patched module or method returns lies in memory as before, so that a view of it exists as before."""
+    patched = copy.deepcopy(model)
+    kf.patch(nn.Sequential(patched))
+    for layout, dtype in itertools.product(LAYOUTS, (torch.float32, torch.bfloat16)):
+        x = layout.to(dtype)
+        with torch.no_grad():
+            both = [y if isinstance(y, tuple) else (y,) for y in (patched(x), model(x))]
+        for ours, theirs in zip(*both, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+            found, expected = ([s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1] for t in (ours, theirs))
+            assert found == expected
 
 
 @pytest.mark.parametrize("repeats", [True, False])

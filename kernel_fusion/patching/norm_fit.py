@@ -21,7 +21,7 @@ from kernel_fusion.core.activations import ACTIVATIONS
 from kernel_fusion.patching.agree import FLOATING, attempt, differing_bits, disagreement, same_function, same_values
 from kernel_fusion.patching.autocast import HALF, CudaAutocast
 from kernel_fusion.patching.examining import generator
-from kernel_fusion.patching.norms import Case, Gate, Key, NormForm
+from kernel_fusion.patching.norms import CONTIGUOUS, KEPT, Case, Gate, Key, NormForm
 from kernel_fusion.patching.stand_in import StandIn, arguments, plain_settings
 
 _EPS = (1e-5, 1e-6, 1e-8, 1e-12, torch.finfo(torch.float32).eps)
@@ -283,7 +283,26 @@ def _with_cases(examination: Examination, form: NormForm, rounding: str) -> Norm
     if Key(torch.float32, weights[0], False) not in cases:
         return "its results or gradients in fp32 differ from ours"
     settings = plain_settings(examination.module, form.eps, *(["elementwise_affine"] if inherited else []))
-    return replace(form, cases=tuple(cases.items()), settings=settings)
+    return replace(form, cases=tuple(cases.items()), settings=settings, strides=_strides(examination))
+
+
+def _strides(examination: Examination) -> str | None:
+    """Which strides results have for inputs that are swapped, with gaps, or whose rows are not in one piece."""
+    swapped = torch.ones(3, 5, *examination.row)[:, :2].transpose(0, 1)
+    apart = torch.ones(*examination.row, 2, 3).movedim((-2, -1), (0, 1))
+    found = set()
+    for t, dtype in itertools.product((swapped, apart), FLOATING):
+        x = t.to(dtype)
+        y = attempt(examination.theirs, *[x] * (1 + examination.gated), *examination.parameters(dtype))
+        if y is not None:
+            same = _proper(y) == _proper(torch.empty_like(x))
+            found.add(KEPT if same else CONTIGUOUS if y.is_contiguous() else None)
+    return found.pop() if len(found) == 1 else None
+
+
+def _proper(t: Tensor) -> list[int]:
+    """The strides, without those of dimensions of size 1, which may have any."""
+    return [stride for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1]
 
 
 def _agreed(examination: Examination, form: NormForm, key: Key, rounding: str) -> Case | None:

@@ -20,6 +20,9 @@ from kernel_fusion.patching.agree import has_shape
 from kernel_fusion.patching.stand_in import has_still
 from kernel_fusion.patching.swap import Plan, is_captured
 
+# Most written-out norms return the strides of their input, and PyTorch's norms contiguous memory.
+KEPT, CONTIGUOUS = "kept", "contiguous"
+
 
 class Gate(NamedTuple):
     """How a second argument gates a norm: its name in forward, and `kf.gated_rms_norm`'s arguments."""
@@ -57,6 +60,7 @@ class NormForm(Plan):
     weight_offset: float
     gate: Gate | None = None
     dims: frozenset[int] = frozenset()  # the numbers of leading dimensions of x that were tried out
+    strides: str | None = None  # of results: KEPT, CONTIGUOUS, or None if neither
     cases: tuple[tuple[Key, Case], ...] = ()
     settings: tuple[tuple[str, Any], ...] = ()
 
@@ -127,6 +131,28 @@ class NormForm(Plan):
 Verb = Callable[..., Any]
 
 
+def _in_order(x: Tensor) -> bool:
+    """Whether elementwise operations return contiguous memory for x: its strides decrease, perhaps with gaps."""
+    if x.is_contiguous():
+        return True
+    if type(x) is not Tensor:
+        return False
+    strides = [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
+    return 0 not in strides and strides == sorted(strides, reverse=True)
+
+
+def _strided(norm: Verb, x: Tensor, num_dims: int, *args: Any) -> Tensor | None:
+    """The norm of x, with the strides of x if that is dense; None if its rows do not lie in one piece."""
+    if type(x) is not Tensor or 0 in x.stride():
+        return None
+    order = sorted(range(x.dim()), key=x.stride().__getitem__, reverse=True)
+    lead = x.dim() - num_dims
+    if order[lead:] != list(range(lead, x.dim())):
+        return None
+    back = sorted(range(x.dim()), key=order.__getitem__)
+    return norm(x.permute(order), num_dims, *args).permute(back)  # type: ignore[no-any-return]
+
+
 def _of_call(verbs: Mapping[Any, Verb], x: Tensor, weight: Tensor | None) -> Verb | None:
     """The verb of a call's case, or None if it was not examined."""
     if x.is_cuda:
@@ -140,13 +166,17 @@ def _of_call(verbs: Mapping[Any, Verb], x: Tensor, weight: Tensor | None) -> Ver
 
 def _forward(form: NormForm, original: type[nn.Module]) -> Callable[..., Any]:
     norms, settings = {key: form.bound(key, case) for key, case in form.cases}, form.settings
+    contiguous, keeps = form.strides == CONTIGUOUS, form.strides == KEPT
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The norm."""
         if not is_captured() and len(args) == 1 and not kwargs and (num_dims := form.num_dims(x := args[0])):
             weight, bias, eps = form.parts(self)
             if (norm := _of_call(norms, x, weight)) and (not settings or has_still(self, settings)):
-                return norm(x, num_dims, weight, bias, eps)
+                if contiguous or x.is_contiguous():
+                    return norm(x, num_dims, weight, bias, eps)
+                if keeps and (y := _strided(norm, x, num_dims, weight, bias, eps)) is not None:
+                    return y
         return original.forward(self, *args, **kwargs)
 
     return forward
@@ -158,7 +188,7 @@ def _add(form: NormForm) -> Callable[..., Any]:
     def add(self: nn.Module, x: Tensor, residual: Tensor, dropout_p: float = 0.0) -> tuple[Tensor, Tensor] | None:
         """The norm of the sum, of x after dropout and residual, and the sum, if that was examined."""
         num_dims = form.num_dims(residual)
-        if not num_dims:
+        if not num_dims or not (_in_order(residual) and _in_order(x)):
             return None
         weight, bias, eps = form.parts(self)
         norm = _of_call(sums, residual, weight) if has_still(self, form.settings) else None
@@ -184,7 +214,7 @@ def _modulate(form: NormForm) -> Callable[..., Any]:
     ) -> tuple[Tensor, Tensor] | None:
         """The modulated norm of residual + gate * x, or of x, and what is normalised, if that was examined."""
         h = x if residual is None else residual
-        if form.num_dims(h) != 1:
+        if form.num_dims(h) != 1 or not (_in_order(h) and _in_order(x)):
             return None
         dtype = h.dtype
         others = (x, scale, shift, gate) if residual is not None else (scale, shift)
@@ -208,7 +238,8 @@ def _gated_forward(form: NormForm, original: type[nn.Module]) -> Callable[..., A
         if num_dims and isinstance(gate, Tensor):
             (x, *_), (weight, bias, eps) = args, form.parts(self)
             norm = _of_call(norms, x, weight)
-            if norm and gate.shape == x.shape and gate.dtype == x.dtype and has_still(self, form.settings):
+            fits = gate.shape == x.shape and gate.dtype == x.dtype and _in_order(x) and _in_order(gate)
+            if norm and fits and has_still(self, form.settings):
                 return norm(x, gate, x.shape[-num_dims:], weight=weight, bias=bias, eps=eps)
         return original.forward(self, *args, **kwargs)
 
