@@ -661,6 +661,15 @@ def test_a_file_that_has_changed_since_is_not_compiled(tmp_path: Path, monkeypat
     assert torch.equal(model(x), expected)
 
 
+def test_a_module_without_text_is_named() -> None:
+    """Its gated product, if there is one, cannot be seen, and the report says so."""
+    scope: dict[str, Any] = {"__name__": __name__}
+    exec(_FILE, scope)
+    report = kf.patch(nn.Sequential(scope["Gated"]()))
+    assert ("Gated", "the text of its method `forward` is missing", "0") in report.left
+    assert report.replaced == []
+
+
 _METHOD = """
 from torch import nn
 

@@ -240,6 +240,10 @@ class _Walk:
         if acts or sites or turning:
             form = RewriteForm(tuple(dict.fromkeys(acts)), frozenset(sites), frozenset(turning))
             self._settle(name, module, _hands_off(module) or form)
+        elif (mlps or residuals or rotary) and next(module.children(), None) is not None:
+            kind = original_class(type(module))
+            if (method := self.once(("text", kind), lambda: rewrite.without_text(kind))) is not None:
+                self._settle(name, module, f"the text of its method `{method}` is missing")
 
     def _joins(self, name: str, site: Site, norm: Any) -> bool:
         """Whether what stands around a patched norm may become one pass with it; why not, the report says."""

@@ -83,6 +83,17 @@ def search(kind: Any) -> dict[str, Found]:
     return result
 
 
+def without_text(kind: Any) -> str | None:
+    """The method of a class whose text is not at hand, as of code that was compiled from a string, or None."""
+    for name, method in methods_of(kind).items():
+        try:
+            _source(_inside(method))
+        except (OSError, TypeError):
+            if not name.startswith("__"):
+                return name
+    return None
+
+
 def _no(_: Any) -> bool:
     return False
 
