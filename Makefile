@@ -10,8 +10,9 @@
 #   make lint    ruff, mypy, clang-format, and the words of pages and comments
 #   make docs    the documentation as a site, docs/_build/index.html; a warning is an error, and so is a page that
 #                needs the network, for its formulas or else, or has LaTeX in them that the converter does not know
+#   make wheel   the wheel for Linux that needs no compiler, into dist; WHEEL_ARGS chooses (--torch 2.13.0)
 #   make release-check
-#                build the archives of a release, look into them, and verify the wheel in fresh environments
+#                build the archives of a release, look into them, and verify the wheels in fresh environments
 #   make clean   remove the environment and everything generated in the checkout (the caches in the user's cache
 #                folder stay; `kernel-fusion cache --clear` removes those)
 #
@@ -32,7 +33,7 @@ CONSTRAINTS := $(if $(findstring system-site-packages,$(VENV_ARGS)),,-c constrai
 # Threads that spin while they wait take the cores from the other worker.
 PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest
 
-.PHONY: demo test test-all coverage lint docs release-check clean
+.PHONY: demo test test-all coverage lint docs wheel release-check clean
 
 demo: $(STAMP)
 	$(BIN)/kernel-fusion verify
@@ -62,6 +63,9 @@ docs: $(STAMP)
 	! grep -rE '<(script|img|link|iframe)[^>]*(src|href)="(https?:)?//' docs/_build --include='*.html'
 	grep -q '<math' docs/_build/docs/verbs.html
 	! grep -rE '<m[a-z]+>(&<|\\)' docs/_build --include='*.html'
+
+wheel: $(STAMP)
+	$(BIN)/python tests/release_wheel.py $(WHEEL_ARGS)
 
 release-check: $(STAMP)
 	$(BIN)/python tests/release_check.py $(RELEASE_ARGS)

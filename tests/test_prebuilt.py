@@ -34,14 +34,27 @@ def _seal(folder: Path, name: str, payload: bytes) -> None:
     path.chmod(0o644)
 
 
-def _compiled(folder: Path, source: str) -> bytes:
+def _compiled(folder: Path, source: str, *flags: str) -> bytes:
     """A small shared library."""
     (folder / "small.cpp").write_text(source)
     compiler = cxx_compiler()
     assert compiler is not None
-    command = [*compiler, "-shared", "-fPIC", str(folder / "small.cpp"), "-o", str(folder / "small.so")]
+    command = [*compiler, "-shared", "-fPIC", str(folder / "small.cpp"), *flags, "-o", str(folder / "small.so")]
     subprocess.run(command, check=True)
     return (folder / "small.so").read_bytes()
+
+
+def test_what_the_check_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that needs another one, looks into a folder of the builder's, or is too new for the platform."""
+    _compiled(tmp_path, "extern int a; int *b = &a;", "-fopenmp", "-Wl,--no-as-needed,-rpath,/home/builder")
+    assert release_check.problems(tmp_path / "small.so") == [
+        "small.so needs libgomp.so.1",
+        "small.so looks into /home/builder",
+    ]
+    _compiled(tmp_path, "#include <cmath>\nfloat (*f)(float) = std::exp;", "-lm")
+    assert release_check.too_new(tmp_path / "small.so") == []
+    monkeypatch.setitem(release_check._NEWEST, "GLIBC", (2, 2))
+    assert release_check.too_new(tmp_path / "small.so")[0].startswith("small.so needs GLIBC_2.")
 
 
 @pytest.fixture(scope="module")
