@@ -103,6 +103,16 @@ def test_links_lead_somewhere(page: str) -> None:
             assert anchor in anchors, f"{path} has no #{anchor}"
 
 
+def test_tests_that_a_page_names_exist() -> None:
+    """A row of a table that is proved by a test names one."""
+    named = set(re.findall(r"`(test_\w+)`", PAGES["docs/models.md"]))
+    defined = {
+        name for path in ROOT.glob("tests/test_*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
+    }
+    assert named
+    assert named <= defined
+
+
 def test_map_is_of_this_tree() -> None:
     """Every path in the map of the tree exists."""
     (tree,) = blocks("CONTRIBUTING.md", "text")

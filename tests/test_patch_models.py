@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import resource
 import time
 import warnings
 from typing import Any
@@ -131,6 +134,42 @@ def test_an_8b_llama_on_meta_takes_under_two_seconds() -> None:
     report = kf.patch(model)
     assert time.process_time() - start < 2
     assert len(report.replaced) == 65 + 32 + 32 + 32 + 1
+
+
+def default_classes() -> list[str]:
+    """A class for each configuration of transformers: one that generates text, if there is one."""
+    auto = importlib.import_module("transformers.models.auto.modeling_auto")
+    tables = [vars(auto)[name] for name in sorted(vars(auto)) if name.endswith("_MAPPING_NAMES")]
+    names = {
+        name for table in tables for value in table.values() for name in ([value] if isinstance(value, str) else value)
+    }
+    found: dict[Any, list[tuple[bool, str]]] = {}
+    for name in names:
+        with contextlib.suppress(ImportError, AttributeError):  # it needs another library, or is an alias
+            config = getattr(transformers, name).config_class
+            found.setdefault(config, []).append((not name.endswith(("ForCausalLM", "ForConditionalGeneration")), name))
+    return sorted(min(of_one)[1] for config, of_one in found.items() if config is not None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", range(8))
+def test_any_default_size_on_meta_takes_under_five_seconds_and_a_gigabyte(share: int) -> None:
+    """Whatever a model's leaves are and however large their weights; processor time, on one core."""
+    over, tried = [], 0
+    for name in default_classes()[share::8]:
+        try:
+            with torch.device("meta"):
+                model = getattr(transformers, name)(getattr(transformers, name).config_class())
+        except Exception:  # the defaults of some configurations make no model
+            continue
+        before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+        kf.patch(model)
+        seconds, kilobytes = time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        tried += 1
+        if seconds > 5 or kilobytes > 1e6:
+            over.append((name, seconds, kilobytes))
+    assert over == []
+    assert tried > 50
 
 
 @pytest.mark.parametrize("name", ["Gemma2ForCausalLM", "LlamaForCausalLM"])
