@@ -135,8 +135,8 @@ def _hash(content: bytes) -> str:
 
 
 def pure_wheel(folder: Path) -> Path:
-    """The wheel without libraries."""
-    command = [sys.executable, "-m", "build", "--wheel", "--outdir", str(folder), str(ROOT)]
+    """The wheel without libraries, made of the source archive, so that nothing is left in it of an earlier build."""
+    command = [sys.executable, "-m", "build", "--outdir", str(folder), str(ROOT)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     (wheel,) = folder.glob("*.whl")
     return wheel

@@ -355,12 +355,12 @@ def test_warmup_refuses_bad_configurations(name: str, tmp_path: Path, empty_cach
 
 
 def test_warmup_says_which_package_is_missing(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without cuda-core no kernel can be compiled: a sentence with what to install, and no traceback."""
-    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    """Without cuda-bindings no kernel can be compiled: a sentence with what to install, and no traceback."""
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     result = run("warmup", "--hidden", "64", "--dtypes", "fp32", "--arch", "90")
     assert result.exit_code == 1
     assert type(result.exception) is SystemExit
-    assert "warmup: compiling CUDA kernels needs cuda-core (pip install cuda-core)" in result.output
+    assert "warmup: compiling CUDA kernels needs cuda-bindings (pip install cuda-bindings)" in result.output
 
 
 def test_hints_name_packages_that_can_be_installed() -> None:
@@ -373,7 +373,9 @@ def test_hints_name_packages_that_can_be_installed() -> None:
         for path in [*pages, *sources]
         for hint in re.findall(r"pip install (?:-\S+ )*['\"]?([\w\[][\w\[\],-]*)", path.read_text())
     }
-    assert {"matplotlib", "cuda-core"} <= {hint for _, hint in hints} <= known | {"torch"}, hints
+    assert {"matplotlib", "cuda-bindings"} <= {hint for _, hint in hints} <= known | {"torch", "kernel-fusion[cuda]"}, (
+        hints
+    )
 
 
 @pytest.mark.parametrize(

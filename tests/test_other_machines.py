@@ -51,11 +51,11 @@ _OBSTACLES: dict[str, tuple[Any, str, Any, str]] = {
     "rocm": (torch.version, "hip", "6.4", "this PyTorch is for ROCm"),
     "no device": (torch.cuda, "is_available", lambda: False, "PyTorch sees no CUDA device"),
     "old device": (torch.cuda, "get_device_capability", lambda _: (7, 5), "this device has 7.5"),
-    "no cuda-core": (
+    "no cuda-bindings": (
         availability.importlib.util,
         "find_spec",
         lambda name: name[:4] != "cuda" or None,
-        "cuda-core is not installed",
+        "cuda-bindings is not installed",
     ),
 }
 

@@ -34,8 +34,8 @@ def why_not_cuda(device: torch.device | None) -> str | None:
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         return f"the kernels need compute capability 8.0 or newer, and this device has {major}.{minor}"
-    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
-        return "the package cuda-core is not installed (pip install cuda-core)"
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
+        return "the package cuda-bindings is not installed (pip install cuda-bindings)"
     return None
 
 

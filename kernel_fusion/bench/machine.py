@@ -48,7 +48,7 @@ def versions() -> dict[str, str]:
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
         "nvrtc": nvrtc_version(),
-        "cuda_core": installed("cuda-core"),
+        "cuda_bindings": installed("cuda-bindings"),
         "triton": installed("triton"),
     }
     return {name: version for name, version in found.items() if version is not None}

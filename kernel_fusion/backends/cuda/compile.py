@@ -1,17 +1,19 @@
-"""Compiles kernels for one architecture with NVRTC, through cuda-core, and keeps them in a disk cache.
+"""Compiles kernels for one architecture with NVRTC, and keeps them in a disk cache.
 
 NVRTC comes with PyTorch's CUDA wheels, and kernels include only our headers, so no GPU and no CUDA toolkit is needed.
 """
 
 from __future__ import annotations
 
-import io
 import logging
+import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache as memoize
 from pathlib import Path
+from typing import Any
 
 from kernel_fusion.core import cache
 from kernel_fusion.errors import CompileError
@@ -77,22 +79,45 @@ def compile_source(source: str, arch: int, *, verbose: bool = False, no_cache: b
     """
     try:
         with _importing:  # otherwise another thread could see a package that is half imported
-            from cuda.core import Program, ProgramOptions
+            from cuda.bindings import nvrtc
     except ImportError as error:
-        raise CompileError(f"compiling CUDA kernels needs cuda-core (pip install cuda-core): {error}") from error
-    log = io.StringIO()
+        problem = f"compiling CUDA kernels needs cuda-bindings (pip install cuda-bindings): {error}"
+        raise CompileError(problem) from error
+    options = [f"-arch=sm_{arch}".encode(), b"--std=c++20", b"--include-path=" + os.fsencode(_NATIVE)]
+    options += [b"--ptxas-options=-v"] * verbose + [b"--no-cache"] * no_cache
+    log = b""
     try:
-        options = ProgramOptions(
-            arch=f"sm_{arch}",
-            std="c++20",
-            include_path=[str(_NATIVE)],
-            ptxas_options=["-v"] if verbose else None,
-            no_cache=no_cache or None,
-        )
-        code = Program(source, "c++", options).compile("cubin", logs=log).code
-    except Exception as error:  # cuda-core raises errors of several unrelated types
-        raise CompileError(f"NVRTC could not compile a kernel for sm_{arch}: {error}\n{log.getvalue()}") from error
-    return bytes(code), log.getvalue()
+        program = _result(nvrtc.nvrtcCreateProgram(source.encode(), b"default_program", 0, [], []))
+        try:
+            compiled = nvrtc.nvrtcCompileProgram(program, len(options), options)
+            log = _filled(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
+            _result(compiled)
+            code = _filled(program, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
+        finally:
+            nvrtc.nvrtcDestroyProgram(program)
+    except Exception as error:  # a library that is not found has a type of its own
+        problem = f"NVRTC could not compile a kernel for sm_{arch}: {error}\n{_text(log)}"
+        raise CompileError(problem) from error
+    return code, _text(log)
+
+
+def _result(answer: tuple[Any, ...]) -> Any:
+    """What a function of NVRTC answers after its status, or an error."""
+    status, *values = answer
+    if status:
+        raise RuntimeError(status.name)
+    return values[0] if values else None
+
+
+def _filled(program: Any, size: Callable[[Any], Any], fill: Callable[[Any, bytes], Any]) -> bytes:
+    """The bytes that `fill` writes for a program, as many as `size` says."""
+    content = bytes(_result(size(program)))
+    _result(fill(program, content))  # the bindings write into the memory of these bytes
+    return content
+
+
+def _text(log: bytes) -> str:
+    return log.decode(errors="replace").rstrip("\0")
 
 
 @memoize
