@@ -117,6 +117,63 @@ def test_one_result_used(verb: str, stages: str, used: int) -> None:
     assert_equal([torch.zeros_like(g) if found is None else found for found, g in zip(one, both, strict=True)], both)
 
 
+def _retained(loss: Tensor, h: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    h.retain_grad()
+    loss.backward()
+    assert h.grad is not None
+    return [h.grad, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def _hooked(loss: Tensor, h: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    h.register_hook(lambda g: g.clamp(-0.1, 0.1))
+    return list(torch.autograd.grad(loss, leaves))
+
+
+def _asked(loss: Tensor, h: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, [h, *leaves]))
+
+
+def _asked_alone(loss: Tensor, h: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, [h]))
+
+
+def _seen_by_the_node(loss: Tensor, h: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    seen: list[Tensor] = []
+    h.grad_fn.register_prehook(lambda grads: seen.append(grads[-1]))  # type: ignore[union-attr]
+    return [*seen, *torch.autograd.grad(loss, leaves), *seen]
+
+
+def _differentiated(loss: Tensor, h: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    found = torch.autograd.grad(loss, [h, leaves[0]], create_graph=True)
+    return list(torch.autograd.grad(sum(g.square().sum() for g in found), leaves))
+
+
+@pytest.mark.parametrize("watch", [_retained, _hooked, _asked, _asked_alone, _seen_by_the_node, _differentiated])
+@pytest.mark.parametrize("stages", ["add", "pre"])
+@each_add_verb
+def test_the_gradient_of_h_is_whole(verb: str, stages: str, watch: Callable[..., list[Tensor]]) -> None:
+    """Whoever sees the gradient of h sees what comes through the norm too, as if h had been computed before it."""
+    found, given = [], make(verb, (5, 16))
+    for backend in ("cpu", "eager"):
+        leaves = [t.detach().requires_grad_() for t in given]
+        y, h = call(verb, *leaves, backend=backend, **STAGES[stages])
+        found.append(watch(y.sin().sum() + (h * h).tanh().sum(), h, leaves))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(("watched", "launches"), [(False, 1), (True, 2)])
+@each_add_verb
+def test_both_gradients_take_one_launch(verb: str, launches: int, watched: bool) -> None:
+    """The norm's part of the gradient of h is computed apart only where somebody sees that gradient."""
+    leaves = make(verb, (5, 16))
+    with CPU.ran(forward=1, backward=launches):
+        y, h = call(verb, *leaves, backend="cpu", dropout_p=0.25)
+        if watched:
+            h.retain_grad()
+        torch.autograd.backward([y, h], cotangents([y, h]))
+
+
 @each_add_verb
 def test_same_gradient_for_input_and_residual(verb: str) -> None:
     """If both have one gradient, accumulating into one leaf leaves the other alone."""

@@ -62,6 +62,8 @@ class SavingNode {
   virtual std::string name() const = 0;
   virtual std::string key() const = 0;  // key_of(everything except tensors that `gradients` depends on)
   virtual variable_list gradients(variable_list&& grads) = 0;
+  // After set_history_of_norm: the gradients of h, weight and bias that come through y, those that are wanted.
+  virtual variable_list through_y(const Tensor& dy, bool of_h, bool of_weight, bool of_bias);
 
  protected:
   Tensor saved(size_t place) const;  // a saved tensor, undefined if it was absent
@@ -83,5 +85,10 @@ using TensorRefs = c10::ArrayRef<TensorRef>;
 
 // Makes a node the history of `results`, and saves the tensors `saved`, which may include results.
 void set_history(std::unique_ptr<SavingNode> node, TensorRefs inputs, TensorRefs results, TensorRefs saved);
+
+// The same for results y and h, where y is computed from h, weight and bias, which are inputs 1 and 2: to users they come out
+// of two nodes, so that the gradient of h includes what comes through y. The node itself gets that of y first, then that of h.
+void set_history_of_norm(std::unique_ptr<SavingNode> node, TensorRefs inputs, const Tensor& y, const Tensor& h,
+                         TensorRefs saved);
 
 }  // namespace kf

@@ -43,7 +43,7 @@ struct UnpackedStages : StageTensors {
   UnpackedStages(const UnpackedStages&) = delete;
 };
 
-// Backward of y, and of h if that is a result which depends on something that requires a gradient.
+// Backward of y, and of h if that depends on something that requires a gradient.
 struct RowNormBackward : SavingNode {
   // kInput: the normalised tensor: h with a residual, else x. kBias is for its dtype, an activation's argument, a gate's
   // gradient, groups and double backward; keeping a parameter costs no memory. kX only with both a residual and a
@@ -78,10 +78,20 @@ struct RowNormBackward : SavingNode {
   variable_list gradients(variable_list&& grads) override {
     const OptionalTensor dh = grads.size() > 1 ? optional(std::move(grads[1])) : std::nullopt;
     if (!grads[0].defined() && !dh) return no_gradients();
-    const Tensor input = saved(kInput);
     std::array<bool, 5> wanted;  // without dy, weight and bias have no gradient, not one of zeros
     for (size_t i = 0; i < wanted.size(); ++i) wanted[i] = wants(i) && (grads[0].defined() || (i != 1 && i != 2));
-    const Tensor dy = grads[0].defined() ? std::move(grads[0]) : at::_ops::zeros_like::call(input, y_dtype, {}, {}, {}, {});
+    return gradients(grads[0], dh, wanted);
+  }
+
+  // As the residual is a term of h, its gradient is that of h.
+  variable_list through_y(const Tensor& dy, bool of_h, bool of_weight, bool of_bias) override {
+    auto list = gradients(dy, std::nullopt, {false, of_weight, of_bias, of_h, false});
+    return {std::move(list[3]), std::move(list[1]), std::move(list[2])};
+  }
+
+  variable_list gradients(const Tensor& given, const OptionalTensor& dh, const std::array<bool, 5>& wanted) {
+    const Tensor input = saved(kInput);
+    const Tensor dy = given.defined() ? given : at::_ops::zeros_like::call(input, y_dtype, {}, {}, {}, {});
     const OptionalTensor w = optional(saved(kWeight)), b = optional(saved(kBias));
     const UnpackedStages stages = this->stages();
     if (at::GradMode::is_enabled()) return differentiable(dy, dh, {input, w, b, stages.row()}, stages, wanted);
@@ -177,9 +187,10 @@ void make_history(const ForwardCall& call, const Tensor& y, const Tensor& stats,
   const Tensor& input = h.defined() ? h : call.input;
   c10::SmallVector<TensorRef, 8> saved{input, call.weight, call.bias, stats, node->needs_x() ? TensorRef(call.input) : kAbsent};
   for (const auto* each : call.all) saved.push_back(*each);
-  c10::SmallVector<TensorRef, 2> results{y};
-  if (h.defined() && compute_requires_grad(call.input, call.residual, call.residual_gate())) results.push_back(h);
-  set_history(std::move(node), {call.input, call.weight, call.bias, call.other(), call.residual_gate()}, results, saved);
+  const std::array<TensorRef, 5> inputs{call.input, call.weight, call.bias, call.other(), call.residual_gate()};
+  if (h.defined() && compute_requires_grad(call.input, call.residual, call.residual_gate()))
+    set_history_of_norm(std::move(node), inputs, y, h, saved);
+  else set_history(std::move(node), inputs, {y}, saved);
 }
 
 // ---- The verbs -----------------------------------------------------------------------------------------------------
