@@ -27,6 +27,7 @@ from kernel_fusion.patching.swap import Plan, change, holds_own, is_changed, ori
 
 _TORCH_NORMS = (nn.LayerNorm, nn.RMSNorm)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+_BETWEEN = "code between this and what it would join may write to what it reads"
 T = TypeVar("T")
 
 
@@ -237,6 +238,7 @@ class _Walk:
         }
         sites = {site for f in found.values() if f.sites & allowed for site in rewrite.taken(f, allowed)}
         turning = {key for f in found.values() for key in f.rotary if rotary and self._turns(name, module, f, *key)}
+        self._refuse(name, module, found, mlps, residuals)
         if acts or sites or turning:
             form = RewriteForm(tuple(dict.fromkeys(acts)), frozenset(sites), frozenset(turning))
             self._settle(name, module, _hands_off(module) or form)
@@ -244,6 +246,19 @@ class _Walk:
             kind = original_class(type(module))
             if (method := self.once(("text", kind), lambda: rewrite.without_text(kind))) is not None:
                 self._settle(name, module, f"the text of its method `{method}` is missing")
+
+    def _refuse(
+        self, name: str, module: nn.Module, found: dict[str, rewrite.Found], mlps: bool, residuals: bool
+    ) -> None:
+        """Say what the order of evaluation forbids."""
+        for f in found.values():
+            for each in sorted(f.refused, key=str):
+                if isinstance(each, str):
+                    known = mlps and self._act(module, f, each) is not None
+                else:
+                    known = residuals and self._joins(name, each, _value(module, f, each.norm))
+                if known:
+                    self.report.left.append(Line(type(module).__name__, f"{each}: {_BETWEEN}", name))
 
     def _joins(self, name: str, site: Site, norm: Any) -> bool:
         """Whether what stands around a patched norm may become one pass with it; why not, the report says."""

@@ -20,18 +20,19 @@ from typing import Any
 
 from torch import nn
 
-from kernel_fusion.patching import rewriter, sites
+from kernel_fusion.patching import rewriter as names
+from kernel_fusion.patching import sites
 from kernel_fusion.patching.rewriter import Rewriter, Site
 from kernel_fusion.patching.rotary import turned
 from kernel_fusion.patching.sites import Act
 from kernel_fusion.patching.swap import Plan, original_class
 
 _SITES = {
-    rewriter.ADD_NORM: sites.add_norm,
-    rewriter.DROP_ADD_NORM: sites.drop_add_norm,
-    rewriter.MODULATED: sites.modulated,
-    rewriter.ADD_MODULATED: sites.add_modulated,
-    rewriter.TURNED: turned,
+    names.ADD_NORM: sites.add_norm,
+    names.DROP_ADD_NORM: sites.drop_add_norm,
+    names.MODULATED: sites.modulated,
+    names.ADD_MODULATED: sites.add_modulated,
+    names.TURNED: turned,
 }
 
 
@@ -39,7 +40,7 @@ _SITES = {
 class Found:
     """A method, what its decorators call, and activations, sites of norms and functions of angles to replace, by texts.
 
-    The last come with the number of tensors that they turn.
+    The last come with the number of tensors that they turn. `refused` has those that the order of evaluation forbids.
     """
 
     method: types.FunctionType
@@ -47,6 +48,7 @@ class Found:
     acts: set[str] = field(default_factory=set)
     sites: set[Site] = field(default_factory=set)
     rotary: set[tuple[str, int]] = field(default_factory=set)
+    refused: set[str | Site] = field(default_factory=set)
 
 
 def methods_of(kind: type[nn.Module]) -> dict[str, types.FunctionType]:
@@ -68,7 +70,9 @@ def search(kind: Any) -> dict[str, Found]:
         if name.startswith("__") or (tree := _parse(function)) is None:
             continue
         found = Found(method, function)
-        Rewriter(found.acts.add, found.sites.add, found.rotary.add).body(tree)
+        rewriter = Rewriter(found.acts.add, found.sites.add, found.rotary.add)
+        rewriter.body(tree)
+        found.refused |= rewriter.refused
         if any(site.modulated for site in found.sites):  # sums before those
             tree = _parse(function)
             assert tree is not None
@@ -77,8 +81,10 @@ def search(kind: Any) -> dict[str, Found]:
                 known.add(site)
                 return site.modulated and not site.adds
 
-            Rewriter(_no, note, _no).body(tree)
-        if (found.acts or found.sites or found.rotary) and _is_current(function):
+            rewriter = Rewriter(_no, note, _no)
+            rewriter.body(tree)
+            found.refused |= rewriter.refused
+        if (found.acts or found.sites or found.rotary or found.refused) and _is_current(function):
             result[name] = found
     return result
 
@@ -121,7 +127,8 @@ def rewritten(found: Found, form: RewriteForm) -> Any:
     assert tree is not None
     Rewriter(*(members.__contains__ for members in (acts, form.sites, form.rotary))).body(tree)
     _strip(tree)
-    free = [*function.__code__.co_freevars, rewriter.GATED, *_SITES]
+    gates = dict(zip(names.GATES, sites.gates_by(form.acts), strict=True))
+    free = [*function.__code__.co_freevars, *gates, *_SITES]
     factory = ast.parse(f"def factory({', '.join(free)}):\n    return None")
     outer = factory.body[0]
     assert isinstance(outer, ast.FunctionDef)
@@ -130,9 +137,7 @@ def rewritten(found: Found, form: RewriteForm) -> Any:
     text = ast.unparse(ast.fix_missing_locations(factory))
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     code = next(c for c in compile(text, file, "exec").co_consts if isinstance(c, types.CodeType))
-    made = types.FunctionType(code, function.__globals__)(
-        *_closure(function), sites.gated_by(form.acts), *_SITES.values()
-    )
+    made = types.FunctionType(code, function.__globals__)(*_closure(function), *gates.values(), *_SITES.values())
     made.__defaults__, made.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
     made.__module__, made.__qualname__, made.__doc__ = function.__module__, function.__qualname__, function.__doc__
     made.__annotations__ = function.__annotations__

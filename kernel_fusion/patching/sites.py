@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -30,24 +31,85 @@ def identity(act: Any) -> Any:
     return (original_class(type(act)), settings(act)) if isinstance(act, nn.Module) else act
 
 
-def gated_by(acts: Iterable[Act]) -> Callable[[str, Any, Any, Any], Any]:
-    """Make a function for `act(gate) * value`, in one pass for the examined activations."""
+class Gates(NamedTuple):
+    """The functions of rewritten gates: `act(gate) * value` at once, or in two steps with other code between."""
+
+    gated: Callable[..., Any]
+    held: Callable[..., Any]
+    held_result: Callable[..., Any]
+    product: Callable[..., Any]
+
+
+def gates_by(acts: Iterable[Act]) -> Gates:
+    """Make these functions, for one pass over the examined activations."""
     in_one_pass = {act.text: (act, bound.gated_act(gated_act, act.name)) for act in acts}
 
-    def gated(text: str, act: Any, gate: Any, value: Any) -> Any:
+    def waiting(text: str, act: Any, gate: Any) -> tuple[Any, ...]:
         (_, known, _, widens), gate_by = in_one_pass[text]
-        if (
-            not is_captured()
-            and identity(act) == known
-            and (not isinstance(act, nn.Module) or is_bare(act))
-            and is_floating(gate)
-            and is_floating(value)
-            and gate.shape == value.shape
-        ):
+        if identity(act) == known and (not isinstance(act, nn.Module) or is_bare(act)) and is_floating(gate):
+            return gate, gate_by, act, widens
+        return act(gate), None, None, False
+
+    def held(text: str, act: Any, gate: Any) -> tuple[Any, ...]:
+        """The gate, and what will compute the product; or the activated gate if the two are not one pass."""
+        return (act(gate), None, None, False) if is_captured() else waiting(text, act, gate)
+
+    def held_result(text: str, act: Any, layer: Any, /, *args: Any, **options: Any) -> tuple[Any, ...]:
+        """The same of a layer's result, which other code may write to unless nobody else holds it."""
+        if is_captured():
+            return act(layer(*args, **options)), None, None, False
+        if type(layer) in _MAKERS and is_bare(layer):
+            return waiting(text, act, layer(*args, **options))
+        gate, references = _called(layer, args, options)
+        if references == _ALONE and owns_memory(gate):
+            return waiting(text, act, gate)
+        return act(gate), None, None, False
+
+    def product(held: tuple[Any, ...], value: Any) -> Any:
+        """The activated gate times the value."""
+        gate, gate_by, act, widens = held
+        if gate_by is None:
+            return gate * value
+        if is_floating(value) and gate.shape == value.shape:
             return gate_by(widened(gate) if widens else gate, value)
         return act(gate) * value
 
-    return gated
+    def gated(text: str, act: Any, gate: Any, value: Any) -> Any:
+        """Both steps."""
+        return product(held(text, act, gate), value)
+
+    return Gates(gated, held, held_result, product)
+
+
+# Layers whose result is new memory.
+_MAKERS = frozenset({nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d})
+
+
+def _called(layer: Any, args: Any, options: Any) -> tuple[Any, int]:
+    """A call's result, and how many references Python has to it."""
+    result = layer(*args, **options)
+    return result, sys.getrefcount(result)
+
+
+_ALONE = _called(object, (), {})[1]  # for a result that nobody else holds
+
+
+def owns_memory(t: Any) -> bool:
+    """Whether no other tensor has the memory of this one, and only Python holds it."""
+    if type(t) is not Tensor or t._use_count() != 1:  # type: ignore[attr-defined]
+        return False
+    holders = torch._C._storage_Use_Count(t.untyped_storage()._cdata) - 1  # without the storage just made
+    return holders == 1 or (holders == 2 and t._is_view() and _held(t._base) == _DROPPED)
+
+
+def _held(t: Any) -> tuple[int, int]:
+    """How many references there are to a tensor, and to its object."""
+    return t._use_count(), sys.getrefcount(t)
+
+
+with torch.inference_mode(False):
+    # For a base that only its view holds, as that of a matrix product.
+    _DROPPED = _held(torch.empty(1, device="cpu").view(1)._base)
 
 
 def add_norm(norm: Any, a: Any, b: Any) -> tuple[Any, Any]:
@@ -61,7 +123,7 @@ def add_norm(norm: Any, a: Any, b: Any) -> tuple[Any, Any]:
     return norm(h), h
 
 
-def drop_add_norm(norm: Any, residual: Any, x: Any, dropout: Any, *args: Any, **options: Any) -> tuple[Any, Any]:
+def drop_add_norm(norm: Any, residual: Any, x: Any, dropout: Any, /, *args: Any, **options: Any) -> tuple[Any, Any]:
     """`norm(h)` and `h = dropout(x, *args, **options) + residual`, in one pass if it is PyTorch's dropout."""
     add = _method(norm, "_kf_add")
     if (
