@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -246,3 +247,65 @@ def test_activation_in_place_stays() -> None:
     """It writes to its argument, which may be read elsewhere."""
     linear = nn.Linear(8, 8)
     assert fused(lambda x: F.relu(linear(x), inplace=True), randn(4, 8)) == Fused()
+
+
+_INDICES = torch.tensor([0, 2])
+# Calls that write to their first argument, and say so neither by an underscore nor by `inplace=True`.
+_WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "hardswish": lambda h: F.hardswish(h, True),
+    "leaky_relu": nn.LeakyReLU(0.3, inplace=True),
+    "elu": nn.ELU(inplace=True),
+    "threshold": nn.Threshold(0.0, 7.0, inplace=True),
+    "packet": lambda h: torch.ops.kf_order.twice(h),
+    "overload": lambda h: torch.ops.kf_order.twice.default(h),
+    "max_norm": lambda h: F.embedding(_INDICES, h, max_norm=0.5),
+    "iadd": lambda h: h.__iadd__(1.0),
+    "out": lambda h: torch.mul(h, 2.0, out=h),
+}
+
+
+@pytest.fixture(scope="module")
+def _operator() -> Iterator[None]:
+    """An operator that writes, as inference engines define them."""
+    library = torch.library.Library("kf_order", "FRAGMENT")
+    library.define("twice(Tensor(a!) h) -> ()")
+
+    def twice(h: Tensor) -> None:
+        h.mul_(2.0)
+
+    library.impl("twice", twice, "CPU")
+    library.impl("twice", lambda h: None, "Meta")
+    yield
+    library._destroy()
+
+
+@pytest.mark.usefixtures("_operator")
+@pytest.mark.parametrize("write", _WRITES.values(), ids=_WRITES)
+@pytest.mark.parametrize("gate", [False, True], ids=["norm", "gate"])
+def test_calls_that_write_without_saying_so(write: Callable[[Tensor], Any], gate: bool) -> None:
+    """Nothing moves across a call that is not known to be pure: the sum is written to before its norm, not after it."""
+    norm = nn.LayerNorm(8)
+
+    def block(x: Tensor, residual: Tensor) -> Tensor:
+        h = residual + x
+        g = F.silu(h)
+        write(h)
+        return g * residual if gate else norm(h)
+
+    with torch.no_grad():
+        found = fused(block, torch.randn(4, 8), torch.randn(4, 8))
+    assert found == (Fused() if gate else Fused(norms=1))
+
+
+def test_pure_calls_are_no_barrier() -> None:
+    """Functions, methods and operators that write nothing may stand between a sum and its norm."""
+    norm = nn.LayerNorm(8)
+
+    def block(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+        h = residual + x
+        others = F.linear(x, weight).view(2, 2, 8).softmax(-1).sum(), torch.cat((x, x)).mean(), F.relu(x, False).max()
+        others += torch.ops.aten.add(x, 1.0).amax(), F.embedding(_INDICES, weight).norm(), torch.linalg.norm(x)
+        return norm(h) + sum(others)
+
+    with torch.no_grad():
+        assert fused(block, torch.randn(4, 8), torch.randn(4, 8), torch.randn(8, 8)) == Fused(add_norms=1)

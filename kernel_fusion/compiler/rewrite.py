@@ -1,7 +1,7 @@
 """Replaces what was found by one operator each: norms with the addition before them, gates, biases with activations.
 
-A new node stands after its operands and before all readers of its results. Nothing moves across a node that writes to a
-tensor or changes a mode such as autocast. Other readers of the sum before a norm read it from the new node.
+A new node stands after its operands and before all readers of its results. Nothing moves across a node that is not
+known to be pure (purity.py). Other readers of the sum before a norm read it from the new node.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from torch.fx import Graph, Node
 
 from kernel_fusion.backends import eager
 from kernel_fusion.compiler import norms
-from kernel_fusion.compiler.nodes import activation, arguments, clear_between, known, only_user, same_shape, value
+from kernel_fusion.compiler.nodes import activation, arguments, known, only_user, same_shape, value
 from kernel_fusion.compiler.norms import Norm
+from kernel_fusion.compiler.purity import clear_between
 from kernel_fusion.core.activations import IDENTITY
 from kernel_fusion.core.checks import FLOATING
 from kernel_fusion.core.spec import compute_dtype
