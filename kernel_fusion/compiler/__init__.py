@@ -38,7 +38,7 @@ def fuse(gm: GraphModule, *, compiled: bool = False) -> Fused:
         :class:`Fused`: how much was replaced.
 
     Left alone: operations that write to their operands, sums of tensors of different shapes, and operations with a
-    write, or a change of the autocast or gradient mode, between them.
+    call between them that is not known to be pure, such as a write or a change of the autocast or gradient mode.
 
     Example:
         >>> import torch, kernel_fusion as kf
