@@ -1,5 +1,5 @@
 # The commands of the repository. Each first makes what it needs: a virtual environment in .venv with the versions
-# of constraints.txt, made anew whenever pyproject.toml or constraints.txt changes.
+# of constraints.txt, made anew whenever one of these or a pyproject.toml changes.
 #
 #   make demo    verify every kernel, benchmark quickly with a plot, train a small GPT; on the best device present
 #   make test    the quick tests: every verb, backend, direction and dtype, in minutes; PYTEST_ARGS chooses among them
@@ -71,13 +71,13 @@ release-check: $(STAMP)
 	$(BIN)/python tests/release_check.py $(RELEASE_ARGS)
 
 clean:
-	rm -rf .venv $(RESULTS) docs/_build build dist *.egg-info .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv $(RESULTS) docs/_build build dist *.egg-info bench/build bench/*.egg-info .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # PyTorch comes first and alone, so that one that is there already is never replaced.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml bench/pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else "kernel_fusion needs Python 3.10 or newer")'
 	$(PYTHON) -m venv $(VENV_ARGS) .venv
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install $(CONSTRAINTS) torch
-	$(BIN)/pip install $(CONSTRAINTS) --editable '.[dev]'
+	$(BIN)/pip install $(CONSTRAINTS) --editable '.[dev]' --editable ./bench
 	touch $@

@@ -25,11 +25,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernel_fusion as kf
-from kernel_fusion.bench import page_faults, timing
-from kernel_fusion.bench.machine import load_average, machine, versions
-from kernel_fusion.bench.timing import FULL, Timing
-from kernel_fusion.bench.workloads import Call
+from kernel_fusion.cli.machine import load_average, machine, versions
 from kernel_fusion.core.spec import dtype_name
+from kernel_fusion_bench import page_faults, timing
+from kernel_fusion_bench.timing import FULL, Timing
+from kernel_fusion_bench.workloads import Call
 
 CPU = torch.device("cpu")
 ROWS, COLS = 4096, 4096  # 64 MB in fp32, which no cache of a core complex holds

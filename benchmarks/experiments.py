@@ -30,7 +30,7 @@ from kernel_fusion.backends.cuda import compile as compiler
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES
 from kernel_fusion.backends.cuda.plan import Plan, Ring
 from kernel_fusion.backends.cuda.planner import contiguous_access, family, override_plan, plan_for, source_of
-from kernel_fusion.bench.machine import machine, versions
+from kernel_fusion.cli.machine import machine, versions
 from kernel_fusion.core.spec import RowNormSpec
 from kernel_fusion.operators import loader
 

@@ -10,7 +10,7 @@ shift
 parts=${*:-tests faults sanitize bench peers steps profile experiments training example report}
 mkdir -p "$out"
 cd "$(dirname "$0")/.."
-python3 -m pip install -q --no-build-isolation --no-deps -e . 2>/dev/null || export PYTHONPATH=$PWD
+python3 -m pip install -q --no-build-isolation --no-deps -e . -e ./bench 2>/dev/null || export PYTHONPATH=$PWD:$PWD/bench
 export PYTHONUNBUFFERED=1
 failed=0
 run() { # name, command...
@@ -56,7 +56,7 @@ for part in $parts; do
       ;;
     experiments) run experiments python3 benchmarks/experiments.py --output-dir "$out" ;;
     steps)
-      for model in $(python3 -c 'from kernel_fusion.bench.step_models import ARCHITECTURES; print(*ARCHITECTURES)'); do
+      for model in $(python3 -c 'from kernel_fusion_bench.step_models import ARCHITECTURES; print(*ARCHITECTURES)'); do
         benchmarks/run_on_gpu.sh "$out" "steps-$model" || failed=1
       done
       ;;

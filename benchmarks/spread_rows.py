@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 
 import kernel_fusion as kf
-from kernel_fusion.bench.machine import machine, versions
-from kernel_fusion.bench.timing import rotating_calls, synchronize
+from kernel_fusion.cli.machine import machine, versions
+from kernel_fusion_bench.timing import rotating_calls, synchronize
 
 ROUNDS = 21
 Call = Callable[[int], Any]  # on the inputs of this number

@@ -31,8 +31,8 @@ import torch
 from torch import Tensor, nn
 
 import kernel_fusion as kf
-from kernel_fusion.bench.results import describe
-from kernel_fusion.bench.step_models import hugging_face
+from kernel_fusion_bench.results import describe
+from kernel_fusion_bench.step_models import hugging_face
 
 BYTES = 256
 MAX_TEXT = 16_000_000

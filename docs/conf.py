@@ -18,7 +18,7 @@ from sphinx.writers.html5 import HTML5Translator
 from typer.cli import get_docs_for_click
 
 import kernel_fusion
-from kernel_fusion.cli import app as command_line
+from kernel_fusion.cli.app import app as command_line
 
 project = "kernel_fusion"
 version = release = kernel_fusion.__version__

@@ -92,8 +92,8 @@ def comments_of_cpp(text: str) -> str:
 
 
 def sources() -> list[Path]:
-    """The source files of the package."""
-    paths = sorted((ROOT / "kernel_fusion").rglob("*"))
+    """The source files of both packages."""
+    paths = sorted(path for folder in ("kernel_fusion", "bench") for path in (ROOT / folder).rglob("*"))
     return [path for path in paths if path.suffix in (".py", ".cpp", ".h", ".cuh")]
 
 

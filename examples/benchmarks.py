@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import kernel_fusion as kf
-from kernel_fusion.bench import providers, run_suite
-from kernel_fusion.bench.suite import Operations, Shape, Suite
-from kernel_fusion.bench.timing import QUICK, Setup
-from kernel_fusion.bench.workloads import Argument, Dropout, Operation
+from kernel_fusion_bench import providers, run_suite
+from kernel_fusion_bench.suite import Operations, Shape, Suite
+from kernel_fusion_bench.timing import QUICK, Setup
+from kernel_fusion_bench.workloads import Argument, Dropout, Operation
 
 EPS = 1e-6
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from kernel_fusion.bench import providers
-from kernel_fusion.bench.operations import BARE_NORMS
-from kernel_fusion.bench.providers import Provider
-from kernel_fusion.bench.results import Measurement, Results
-from kernel_fusion.bench.timing import Effort, Setup, Timing
-from kernel_fusion.bench.workloads import DIRECTIONS, Function, Workload
+from kernel_fusion_bench import providers
+from kernel_fusion_bench.operations import BARE_NORMS
+from kernel_fusion_bench.providers import Provider
+from kernel_fusion_bench.results import Measurement, Results
+from kernel_fusion_bench.timing import Effort, Setup, Timing
+from kernel_fusion_bench.workloads import DIRECTIONS, Function, Workload
 
 CPU = torch.device("cpu")
 FP32, BF16 = torch.float32, torch.bfloat16

@@ -12,6 +12,7 @@ import signal
 import tempfile
 import zlib
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,6 +37,10 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/kerne
 
 # Seconds of all threads and of processes that a test starts and waits for.
 _CPU_LIMIT, _SLOW_CPU_LIMIT = 120, 1800
+
+# A checkout without an installed kernel-fusion-bench has it on the path, as pyproject.toml says; what tests start, too.
+_PATH = str(Path(__file__).parents[1] / "bench"), os.environ.get("PYTHONPATH")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _PATH))
 
 interpreter.speed_up()
 

@@ -17,7 +17,7 @@ from covering import covering, factors
 
 from kernel_fusion.backends.cuda import compile, planner
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES
-from kernel_fusion.bench.machine import nvrtc_version
+from kernel_fusion.cli.machine import nvrtc_version
 from kernel_fusion.core.cache import Cache
 from kernel_fusion.errors import CompileError
 

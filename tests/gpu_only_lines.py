@@ -56,7 +56,7 @@ class File:
 
 def files(measured: coverage.Coverage) -> list[File]:
     """Every file of the package, as coverage parses it."""
-    paths = sorted((ROOT / "kernel_fusion").rglob("*.py"))
+    paths = sorted(path for folder in ("kernel_fusion", "bench") for path in (ROOT / folder).rglob("*.py"))
 
     def statements(path: Path) -> frozenset[int]:
         return frozenset(measured.analysis2(str(path))[1])

@@ -6,10 +6,10 @@ import copy
 from typing import Any
 
 import torch
+from model_checks import InFloat64
 from torch import Tensor, nn
 
 import kernel_fusion as kf
-from kernel_fusion.bench.model_coverage import InFloat64
 
 
 def randomized(model: Any) -> Any:

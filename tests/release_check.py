@@ -1,9 +1,10 @@
-"""The check of a release: build the wheels and the source archive, look into them, install and verify.
+"""The check of a release: build wheels and source archives of both packages, look into them, install and verify.
 
     python tests/release_check.py [--python 3.10,3.13] [--torch 2.11.0,2.13.0]        (or: make release-check)
     python tests/release_check.py --wheel dist/NAME.whl --beside PYTHON,PYTHON [--table]
 
-Both archives must hold every file of the package that git knows, and the wheel no other. The wheel is then installed
+Both archives of kernel-fusion, and of kernel-fusion-bench, must hold every file of the package that git knows, and the
+wheel no other. The wheel of kernel-fusion, which works without the other, is then installed
 into fresh environments outside the checkout, each with its own cache. `kernel-fusion verify --quick` builds the
 extension there and judges every kernel that the machine can run. Without options every Python from 3.10 on that is
 found (in PATH, or of pyenv) gets the pinned PyTorch, and the newest of them also the oldest supported one. pip's own
@@ -90,16 +91,16 @@ print(json.dumps({"seconds": seconds, "bits": bits, "from_wheel": from_wheel, "t
 """
 
 
-def build(folder: Path) -> tuple[Path, Path]:
-    """The wheel and the source archive."""
-    subprocess.run([sys.executable, "-m", "build", "--outdir", folder, ROOT], check=True, stdout=subprocess.DEVNULL)
+def build(project: Path, folder: Path) -> tuple[Path, Path]:
+    """The wheel and the source archive of a project, in a new folder."""
+    subprocess.run([sys.executable, "-m", "build", "--outdir", folder, project], check=True, stdout=subprocess.DEVNULL)
     (wheel,), (source,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
     return wheel, source
 
 
-def differences(wheel: Path, source: Path) -> list[str]:
+def differences(project: Path, package: str, wheel: Path, source: Path) -> list[str]:
     """Files that the archives lack, and files that the wheel should not have."""
-    listed = subprocess.run(["git", "ls-files", "kernel_fusion"], cwd=ROOT, check=True, capture_output=True, text=True)
+    listed = subprocess.run(["git", "ls-files", package], cwd=project, check=True, capture_output=True, text=True)
     wanted = set(listed.stdout.split())
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
@@ -216,7 +217,7 @@ def passes(python: str, torch: str, wheel: Path, folder: Path) -> bool:
     of_venv = folder / "venv" / "bin"
     commands = [
         [python, "-m", "venv", str(folder / "venv")],
-        [str(of_venv / "python"), "-m", "pip", "install", "--quiet", f"torch=={torch}", str(wheel)],
+        [str(of_venv / "python"), "-m", "pip", "install", "--quiet", f"torch=={torch}", f"{wheel}[cli]"],
         [str(of_venv / "kernel-fusion"), "verify", "--quick"],
     ]
     for command in commands:
@@ -259,9 +260,11 @@ def main() -> int:
     else:
         pairs = [*((version, pinned[1]) for version in chosen), (chosen[-1], f"{oldest[1]}.0")]
     with tempfile.TemporaryDirectory() as name:
-        wheel, source = build(Path(name))
-        failed = bool(wrong := differences(wheel, source))
-        print("\n".join(wrong) or "both archives are complete")
+        failed = False
+        for project, package in ((ROOT / "bench", "kernel_fusion_bench"), (ROOT, "kernel_fusion")):
+            wheel, source = build(project, Path(name) / package)
+            failed |= bool(wrong := differences(project, package, wheel, source))
+            print("\n".join(wrong) or "both archives are complete")
         failed |= bool(_for_linux(wheel, Path(name)))
         for version, torch in pairs:
             folder = Path(name) / f"{version}-{torch}"

@@ -15,13 +15,13 @@ import torch
 from bench_support import scaled
 from typer.testing import CliRunner
 
-from kernel_fusion.bench import peers, providers, results, run_suite, runner, timing
-from kernel_fusion.bench.results import Results
-from kernel_fusion.bench.suites import SUITES
-from kernel_fusion.bench.timing import QUICK, Setup
-from kernel_fusion.cli import app
+from kernel_fusion.cli.app import app
 from kernel_fusion.cli.common import parse_dtypes
 from kernel_fusion.operators import loader
+from kernel_fusion_bench import peers, providers, results, run_suite, runner, timing
+from kernel_fusion_bench.results import Results
+from kernel_fusion_bench.suites import SUITES
+from kernel_fusion_bench.timing import QUICK, Setup
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ from support import python
 from torch import Tensor
 
 import kernel_fusion as kf
-from kernel_fusion.bench import functions
-from kernel_fusion.bench.timing import QUICK
+from kernel_fusion_bench import functions
+from kernel_fusion_bench.timing import QUICK
 
 FAST = replace(QUICK, min_rounds=2, max_rounds=2, max_seconds=0.0)
 

@@ -14,13 +14,13 @@ from bench_support import BF16, CPU, EFFORT, FP32, NORM, empty, norm, scaled, se
 from support import TRITON
 from torch import Tensor
 
-from kernel_fusion.bench import check, host, memory, page_faults, peers, providers, runner, timing
-from kernel_fusion.bench.floor import Floor
-from kernel_fusion.bench.providers import Provider
-from kernel_fusion.bench.suites import SUITES
-from kernel_fusion.bench.timing import Effort, Timing
-from kernel_fusion.bench.workloads import DIRECTIONS, Function, Inputs, Workload
 from kernel_fusion.operators import loader
+from kernel_fusion_bench import check, host, memory, page_faults, peers, providers, runner, timing
+from kernel_fusion_bench.floor import Floor
+from kernel_fusion_bench.providers import Provider
+from kernel_fusion_bench.suites import SUITES
+from kernel_fusion_bench.timing import Effort, Timing
+from kernel_fusion_bench.workloads import DIRECTIONS, Function, Inputs, Workload
 
 
 class Clock:

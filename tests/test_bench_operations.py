@@ -16,15 +16,15 @@ from bench_support import ABOUT, BF16, CPU, EFFORT, FP32, empty, scaled, setup
 from torch import Tensor
 from typer.testing import CliRunner
 
-from kernel_fusion.bench import check, floor, memory, operations, peers, plot, providers, runner, tables, timing
-from kernel_fusion.bench.floor import Floor
-from kernel_fusion.bench.providers import Provider
-from kernel_fusion.bench.results import Measurement, Results
-from kernel_fusion.bench.suites import SUITES
-from kernel_fusion.bench.timing import Timing
-from kernel_fusion.bench.workloads import DIRECTIONS, Function, Inputs, Workload
-from kernel_fusion.cli import app
+from kernel_fusion.cli.app import app
 from kernel_fusion.core.spec import dtype_name
+from kernel_fusion_bench import check, floor, memory, operations, peers, plot, providers, runner, tables, timing
+from kernel_fusion_bench.floor import Floor
+from kernel_fusion_bench.providers import Provider
+from kernel_fusion_bench.results import Measurement, Results
+from kernel_fusion_bench.suites import SUITES
+from kernel_fusion_bench.timing import Timing
+from kernel_fusion_bench.workloads import DIRECTIONS, Function, Inputs, Workload
 
 # Enough rows that not all of them are compared, a length that no vector divides, and more columns than rows, so that a
 # causal mask leaves something out of every row.

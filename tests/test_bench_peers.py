@@ -19,9 +19,10 @@ import torch.nn.functional as F
 from bench_support import BF16, CPU, EFFORT, FP32, norm
 from torch import Tensor
 
-from kernel_fusion.bench import check, machine, operations, peers, quantised, stages
-from kernel_fusion.bench.workloads import Inputs, Operation, Workload
+from kernel_fusion.cli import machine
 from kernel_fusion.testing import unfused
+from kernel_fusion_bench import check, operations, peers, quantised, stages
+from kernel_fusion_bench.workloads import Inputs, Operation, Workload
 
 
 def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

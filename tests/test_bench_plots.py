@@ -11,10 +11,10 @@ import torch
 from bench_support import measured, run
 from typer.testing import CliRunner
 
-from kernel_fusion.bench import plot
-from kernel_fusion.bench.plot import styles
-from kernel_fusion.bench.results import Measurement, Results
-from kernel_fusion.cli import app
+from kernel_fusion.cli.app import app
+from kernel_fusion_bench import plot
+from kernel_fusion_bench.plot import styles
+from kernel_fusion_bench.results import Measurement, Results
 
 CONTENDERS = ("floor", "pytorch", "kf-cuda", "kf-triton", "torch.compile")
 LENGTHS = (256, 384, 512)

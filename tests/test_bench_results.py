@@ -13,11 +13,11 @@ from bench_support import measured, run
 from support import ROOT
 from typer.testing import CliRunner
 
-from kernel_fusion.bench import results, summary, tables
-from kernel_fusion.bench.changes import compare
-from kernel_fusion.bench.results import Failure, Measurement, Results
-from kernel_fusion.bench.timing import Timing
-from kernel_fusion.cli import app
+from kernel_fusion.cli.app import app
+from kernel_fusion_bench import results, summary, tables
+from kernel_fusion_bench.changes import compare
+from kernel_fusion_bench.results import Failure, Measurement, Results
+from kernel_fusion_bench.timing import Timing
 
 
 def table(run: Results) -> list[dict[str, str]]:

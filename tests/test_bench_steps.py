@@ -16,12 +16,12 @@ from torch import nn
 from typer.testing import CliRunner
 
 import kernel_fusion as kf
-from kernel_fusion.bench import providers, results, run_suite, steps
-from kernel_fusion.bench.step_models import ARCHITECTURES, Step
-from kernel_fusion.bench.steps import Trainee, Training
-from kernel_fusion.bench.suites import SUITES
-from kernel_fusion.bench.timing import Effort, Setup
-from kernel_fusion.cli import app
+from kernel_fusion.cli.app import app
+from kernel_fusion_bench import providers, results, run_suite, steps
+from kernel_fusion_bench.step_models import ARCHITECTURES, Step
+from kernel_fusion_bench.steps import Trainee, Training
+from kernel_fusion_bench.suites import SUITES
+from kernel_fusion_bench.timing import Effort, Setup
 
 _EFFORT = Effort(min_rounds=2, max_rounds=2, max_seconds=0.0, replays=1, host_rounds=1, max_checked=1)
 

@@ -24,8 +24,8 @@ from typer.testing import CliRunner
 
 import kernel_fusion as kf
 from kernel_fusion import functional
-from kernel_fusion.bench import machine, plot, report, trace
-from kernel_fusion.cli import app, main
+from kernel_fusion.cli import machine
+from kernel_fusion.cli.app import BENCH, app, main
 from kernel_fusion.cli.common import shown_dtype
 from kernel_fusion.config import BACKENDS
 from kernel_fusion.core import cache, checks
@@ -33,10 +33,11 @@ from kernel_fusion.native import build
 from kernel_fusion.operators import loader
 from kernel_fusion.testing import oracle
 from kernel_fusion.testing.oracle import RowNormCase, Tensors
+from kernel_fusion_bench import commands, plot, report, trace
 
 # The modules, not the commands of the same names that the package exports.
 verify_module = importlib.import_module("kernel_fusion.cli.verify")
-bench_module = importlib.import_module("kernel_fusion.cli.bench")
+bench_module = importlib.import_module("kernel_fusion_bench.commands.bench")
 FP32 = torch.float32
 CASES = [RowNormCase(verb, (16, 100), FP32, weight=FP32, bias=FP32) for verb in ("layer_norm", "rms_norm")]
 
@@ -67,9 +68,70 @@ def test_module_and_console_script_are_the_same() -> None:
     command = [sys.executable, "-m", "kernel_fusion", "--help"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "Usage: kernel-fusion" in result.stdout
-    commands = ["info", "verify", "models", "bench", "compare", "plot", "report", "profile", "tune", "warmup", "cache"]
+    commands = ["info", "verify", "bench", "compare", "plot", "report", "profile", "tune", "warmup", "cache"]
     for name in (*commands, "hf-kernel"):
         assert re.search(rf"\b{name}\b", result.stdout), name
+
+
+_ABSENT = """
+    import sys
+    class Absent:
+        def find_spec(self, name, *_):
+            if name.split(".")[0] in NAMES:
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    sys.meta_path.insert(0, Absent())
+    from kernel_fusion.__main__ import main
+    try:
+        main()
+    except SystemExit as end:
+        print(end.code)
+"""
+
+
+def without(packages: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line where packages are not installed; the last line is its exit code, or what it said last."""
+    return python(_ABSENT.replace("NAMES", repr(packages)), *arguments)
+
+
+@pytest.mark.parametrize("command", ["bench", "compare", "plot", "report", "profile", "tune"])
+def test_commands_that_are_not_installed_say_how_to_get_them(command: str) -> None:
+    """In one line, whatever their arguments are; without kernel-fusion-bench the others work."""
+    result = without(["kernel_fusion_bench"], command, "anything", "--quick", "--help")
+    line = f"`kernel-fusion {command}` needs kernel-fusion-bench (in a checkout: pip install ./bench)\n"
+    assert (result.stderr, result.stdout) == (line, "1\n")
+
+
+def test_the_library_works_without_the_benchmarks() -> None:
+    """Its own commands do, and `kf.bench` says what it needs; other names of the package are there."""
+    assert "folder" in without(["kernel_fusion_bench", "matplotlib", "jinja2"], "cache").stdout
+    code = """
+        import sys
+        sys.modules["kernel_fusion_bench"] = None
+        import kernel_fusion as kf
+        try:
+            kf.bench.compare
+        except ModuleNotFoundError as error:
+            print(error)
+    """
+    words = "`kernel_fusion.bench` needs kernel-fusion-bench (in a checkout: pip install ./bench)\n"
+    assert python(code).stdout == words
+
+
+@pytest.mark.parametrize("package", ["typer", "rich"])
+def test_the_command_line_says_what_it_needs(package: str) -> None:
+    """Without the libraries of the extra `cli` there is one line with how to install them, and no traceback."""
+    result = without([package], "info")
+    assert result.stdout == f"kernel-fusion needs {package}: pip install 'kernel-fusion[cli]'\n"
+    assert result.stderr == ""
+
+
+def test_every_command_of_the_benchmarks_is_an_entry_point() -> None:
+    """The commands that the library expects, the distribution's entry points, and its functions are the same."""
+    text = (ROOT / "bench" / "pyproject.toml").read_text()
+    listed = re.findall(r'^(\w+) = "kernel_fusion_bench.commands:\1"$', text, re.MULTILINE)
+    assert sorted(listed) == sorted(BENCH) == commands.__all__
+    assert f'version = "{kf.__version__}"' in text
+    assert f"kernel-fusion[cli]=={kf.__version__}" in text
 
 
 def test_version_and_short_help() -> None:
@@ -365,17 +427,16 @@ def test_warmup_says_which_package_is_missing(empty_cache: Path, monkeypatch: py
 
 def test_hints_name_packages_that_can_be_installed() -> None:
     """Packages that errors and pages tell to install are among the dependencies, by the name that an index knows."""
-    known = set(re.findall(r'"([\w-]+)[\w.<>=,\[\]-]*"', (ROOT / "pyproject.toml").read_text())) - {"kernel-fusion"}
+    texts = [(ROOT / folder / "pyproject.toml").read_text() for folder in ("", "bench")]
+    known = set(re.findall(r'"([\w-]+)[\w.<>=,\[\]-]*"', "".join(texts)))
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
-    sources = [path for folder in ("kernel_fusion", "examples") for path in (ROOT / folder).rglob("*.py")]
+    sources = [path for folder in ("kernel_fusion", "bench", "examples") for path in (ROOT / folder).rglob("*.py")]
     hints = {
-        (path.name, hint)
+        hint: path.name
         for path in [*pages, *sources]
-        for hint in re.findall(r"pip install (?:-\S+ )*['\"]?([\w\[][\w\[\],-]*)", path.read_text())
+        for hint in re.findall(r"pip install (?:-\S+ )*['\"]?(\w[\w-]*)", path.read_text())
     }
-    assert {"matplotlib", "cuda-bindings"} <= {hint for _, hint in hints} <= known | {"torch", "kernel-fusion[cuda]"}, (
-        hints
-    )
+    assert {"matplotlib", "cuda-bindings"} <= hints.keys() <= known | {"torch"}, hints
 
 
 @pytest.mark.parametrize(
@@ -494,7 +555,6 @@ def test_hf_kernel_writes_a_folder_once(tmp_path: Path) -> None:
         ["plot", "RESULTS", "--output-dir", ""],
         ["report", "RESULTS", "--output", ""],
         ["tune", "--output", ""],
-        ["models", "LlamaForCausalLM", "--output", ""],
         ["cache", "--export", ""],
         ["hf-kernel", "--output", ""],
     ],
@@ -521,7 +581,6 @@ def test_an_empty_name_is_no_folder(arguments: list[str], tmp_path: Path, monkey
         (["plot", "RESULTS", "--kind", "speedup", "--output-dir", "."], "PICTURE"),
         (["report", "RESULTS"], "report.html"),
         (["report", "RESULTS", "--output", "RESULTS"], "RESULTS"),
-        (["models", "LlamaForCausalLM", "--output", "page.md"], "page.md"),
         (["hf-kernel", "--output", "."], "README.md"),
     ],
     ids=lambda value: value if isinstance(value, str) else value[0],

@@ -10,9 +10,9 @@ import pytest
 import torch
 from support import CPU, call, python, skip_unless_cpu_runs
 
-from kernel_fusion.bench import peers
 from kernel_fusion.native import build
 from kernel_fusion.operators import loader
+from kernel_fusion_bench import peers
 
 # PyTorch's word for each build; PyTorch itself keeps to the limit too.
 _LIMITS = {"DEFAULT": "default", "AVX2": "avx2", "AVX512": None}

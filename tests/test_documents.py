@@ -17,7 +17,7 @@ import typer
 from support import CPU, ROOT
 
 import kernel_fusion as kf
-from kernel_fusion.cli import app
+from kernel_fusion.cli.app import app
 
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))}
 NOTES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in ROOT.glob("docs/notebook/*.md")}

@@ -15,7 +15,7 @@ import torch
 from support import CPU, ROOT, Target, python, run_example
 
 import kernel_fusion as kf
-from kernel_fusion.bench import results
+from kernel_fusion_bench import results
 
 EXAMPLES = ROOT / "examples"
 

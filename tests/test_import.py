@@ -10,7 +10,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-from support import PACKAGE, python
+from support import PACKAGE, ROOT, python
 
 # The units of the package and what each may import, by first name below `kernel_fusion`.
 _FOUNDATION = {"errors", "config"}
@@ -37,11 +37,12 @@ MAY_IMPORT = {
     "compiler": _OPERATORS | {"compiler"},
     "__init__": _API,
     "testing": _API | {"testing", "__init__"},
-    "bench": _API | {"testing", "bench", "__init__"},
-    "cli": _API | {"testing", "bench", "cli", "__init__"},
+    "bench": set(),
+    "cli": _API | {"testing", "cli", "__init__"},
     "__main__": {"cli"},
 }
 _SOURCES = sorted(PACKAGE.rglob("*.py"))
+_BENCH = ROOT / "bench" / "kernel_fusion_bench"
 
 
 def unit(path: Path) -> str:
@@ -49,8 +50,8 @@ def unit(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Every module of ours that a file imports, at its top or in a function, as dotted names."""
+def imports(path: Path, package: str = PACKAGE.name) -> Iterator[str]:
+    """Every module of a package that a file imports, at its top or in a function, as dotted names."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -60,7 +61,7 @@ def imports(path: Path) -> Iterator[str]:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue
-        yield from (name for name in names if name.split(".")[0] == PACKAGE.name)
+        yield from (name for name in names if name.split(".")[0] == package)
 
 
 def imported_unit(name: str) -> str:
@@ -76,6 +77,23 @@ def test_import_direction(path: Path) -> None:
     assert found <= MAY_IMPORT[unit(path)], f"{path.name} may not import {found - MAY_IMPORT[unit(path)]}"
 
 
+def test_only_one_module_imports_the_benchmarks() -> None:
+    """The library runs without kernel-fusion-bench: bench.py alone imports it, and nothing imports bench.py."""
+    assert [path.name for path in _SOURCES if [*imports(path, _BENCH.name)]] == ["bench.py"]
+    users = [path for path in (*_SOURCES, *_BENCH.rglob("*.py")) if "bench" in map(imported_unit, imports(path))]
+    assert users == []
+
+
+def test_benchmarks_of_programs_need_no_command_line() -> None:
+    """Only the commands import what needs typer and rich; nothing else imports the commands."""
+    light = {f"{PACKAGE.name}.cli.{name}" for name in ("machine", "table", "units")}
+    for path in sorted(_BENCH.rglob("*.py")):
+        if path.parent != _BENCH / "commands":
+            of_cli = [name for name in imports(path) if imported_unit(name) == "cli"]
+            assert [name for name in of_cli if not name.startswith(tuple(light))] == [], path
+            assert [name for name in imports(path, _BENCH.name) if "commands" in name] == [], path
+
+
 def test_the_direction_has_no_cycle() -> None:
     """The table itself is layered, without exception."""
     TopologicalSorter({name: below - {name} for name, below in MAY_IMPORT.items()}).prepare()
@@ -83,18 +101,20 @@ def test_the_direction_has_no_cycle() -> None:
 
 def test_no_module_is_imported_by_what_it_imports() -> None:
     """Modules are layered within each unit too; imports in functions count."""
-    modules = {_module(path): path for path in _SOURCES}
+    modules = {_module(path): path for path in (*_SOURCES, *_BENCH.rglob("*.py"))}
     graph = {}
     for module, path in modules.items():
         # `from a import b` names a module or something in one.
-        found = {name if name in modules else name.rpartition(".")[0] for name in imports(path)}
+        named = [*imports(path), *imports(path, _BENCH.name)]
+        found = {name if name in modules else name.rpartition(".")[0] for name in named}
         graph[module] = found - {module}
     TopologicalSorter(graph).prepare()
 
 
 def _module(path: Path) -> str:
     """The dotted name of a file of the package."""
-    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+    root = _BENCH.parent if path.is_relative_to(_BENCH) else PACKAGE.parent
+    return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
 
 
 def test_a_backend_never_imports_another() -> None:
@@ -152,7 +172,7 @@ def test_import_builds_and_loads_nothing(tmp_path: Path) -> None:
     """`import kernel_fusion` starts no process, writes no cache and imports no compiler, Triton or plotting."""
     result = python(_IMPORT, env={"KERNEL_FUSION_CACHE_DIR": str(tmp_path / "cache")})
     _, modules, loaded = json.loads(result.stdout)
-    heavy = {"triton", "cuda", "matplotlib", "typer", "rich", "ninja", "setuptools"}
+    heavy = {"triton", "cuda", "matplotlib", "typer", "rich", "ninja", "setuptools", "jinja2", _BENCH.name}
     assert not loaded
     assert not {name.split(".")[0] for name in modules} & heavy
     assert not (tmp_path / "cache").exists()

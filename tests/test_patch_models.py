@@ -9,22 +9,21 @@ import time
 import warnings
 from typing import Any
 
+import model_checks
 import pytest
 import torch
 import transformers
-from support import python
+from check_models import MODELS
+from model_classes import Architecture
+from support import ROOT, python
 from torch import nn
 
 import kernel_fusion as kf
-from kernel_fusion.bench import model_coverage, tiny_models, tiny_others
-from kernel_fusion.bench.tiny_models import Architecture
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of these libraries there are many, about their own futures
 
-MODELS = {model.name: model for model in (*tiny_models.architectures(), *tiny_others.architectures())}
-
 # A model of each form: rounding of both kinds, an offset, gates in all positions, groups, experts, additions before
-# and after the norm, packed projections, images, two libraries more. `kernel-fusion models` has all of them.
+# and after the norm, packed projections, images, two libraries more. `python tests/check_models.py` has all of them.
 QUICK = ["LlamaForCausalLM", "Gemma2ForCausalLM", "BertForMaskedLM"]
 SLOW = [
     "T5ForConditionalGeneration",
@@ -59,7 +58,7 @@ def inputs(name: str, model: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_a_model_passes_every_check(name: str) -> None:
     """Patched, it computes the same in fp32 and bf16, generates, checkpoints, compiles, saves and loads."""
-    outcome = model_coverage.examine(MODELS[name], compile=name in SLOW)
+    outcome = model_checks.examine(MODELS[name], compile=name in SLOW)
     assert outcome.not_made is None
     assert outcome.checks.pop("fp32") is None
     assert not any(outcome.checks.values()), outcome.checks
@@ -70,7 +69,7 @@ def test_a_model_passes_every_check(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name, model in MODELS.items() if model.library == "diffusers"])
 def test_a_diffusion_model_passes_every_check(name: str) -> None:
     """Patched, it computes the same in fp32 and bf16, saves and loads."""
-    outcome = model_coverage.examine(MODELS[name])
+    outcome = model_checks.examine(MODELS[name])
     assert outcome.not_made is None
     assert outcome.agrees, outcome.checks
     assert outcome.replaced["norms"]
@@ -81,7 +80,7 @@ def test_a_diffusion_model_passes_every_check(name: str) -> None:
 def test_an_image_model_passes_every_check(name: str) -> None:
     """Patched, it computes the same in fp32 and bf16."""
     pytest.importorskip("timm", exc_type=ImportError)  # it needs torchvision, in a build for this PyTorch
-    outcome = model_coverage.examine(MODELS[name])
+    outcome = model_checks.examine(MODELS[name])
     assert outcome.agrees, outcome.checks
     assert outcome.replaced["norms"]
 
@@ -102,10 +101,10 @@ class Doubled(nn.Module):
 def test_the_checks_find_a_wrong_model() -> None:
     """A patched model that computes something else fails, and the page names it."""
     broken = Architecture("tests", "none", "Doubled", Doubled, lambda model, seed: {"x": torch.randn(4, 8)})
-    outcome = model_coverage.examine(broken)
+    outcome = model_checks.examine(broken)
     assert not outcome.agrees
     assert "results over budget" in str(outcome.checks["fp32"])
-    text = model_coverage.page([outcome], "kernel-fusion models")
+    text = model_checks.page([outcome], "python tests/check_models.py")
     assert "- Doubled, fp32: 6 of 6 results over budget" in text
     assert "0 of these (0.0 %) passed" in text
     assert "| Doubled | 1 |  |  |  | fails fp32, fails bf16 |" in text
@@ -117,9 +116,9 @@ def test_a_model_that_cannot_be_made_is_named() -> None:
     def make() -> nn.Module:
         raise ValueError("no such thing")
 
-    outcome = model_coverage.examine(Architecture("tests", "none", "Nothing", make, lambda model, seed: {}))
+    outcome = model_checks.examine(Architecture("tests", "none", "Nothing", make, lambda model, seed: {}))
     assert outcome.not_made == "ValueError: no such thing"
-    assert "- Nothing: `ValueError: no such thing`" in model_coverage.page([outcome], "kernel-fusion models")
+    assert "- Nothing: `ValueError: no such thing`" in model_checks.page([outcome], "python tests/check_models.py")
 
 
 def test_an_8b_llama_on_meta_takes_under_two_seconds() -> None:
@@ -253,9 +252,10 @@ _SHARDED = """
     import sys, torch, torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
     import kernel_fusion as kf
-    from kernel_fusion.bench import tiny_models
+    sys.path.insert(0, sys.argv[1])
+    import model_classes
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    architecture = next(a for a in tiny_models.architectures() if a.name == "LlamaForCausalLM")
+    architecture = next(a for a in model_classes.architectures() if a.name == "LlamaForCausalLM")
     torch.manual_seed(0)
     model = architecture.make()
     tokens = architecture.inputs(model, 0)
@@ -286,4 +286,5 @@ _SHARDED = """
 @pytest.mark.parametrize("first", ["patch", "shard"])
 def test_fully_sharded(first: str) -> None:
     """FSDP2 gathers the weights of patched modules as of others, whichever came first."""
-    assert python(_SHARDED.replace("FIRST", repr(first))).stdout.startswith("same rms_norm, rounding='hf'")
+    done = python(_SHARDED.replace("FIRST", repr(first)), ROOT / "tests")
+    assert done.stdout.startswith("same rms_norm, rounding='hf'")

@@ -16,11 +16,11 @@ from support import CPU as TARGET_CPU
 from support import TRITON, Target
 from typer.testing import CliRunner
 
-from kernel_fusion.bench import operations, providers, trace
-from kernel_fusion.bench.trace import Launch, Trace
-from kernel_fusion.bench.workloads import Inputs
-from kernel_fusion.cli import app
+from kernel_fusion.cli.app import app
 from kernel_fusion.operators import loader
+from kernel_fusion_bench import operations, providers, trace
+from kernel_fusion_bench.trace import Launch, Trace
+from kernel_fusion_bench.workloads import Inputs
 
 
 def profile(*arguments: str) -> Any:

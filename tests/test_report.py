@@ -12,9 +12,9 @@ import pytest
 from bench_support import measured, run
 from typer.testing import CliRunner
 
-from kernel_fusion.bench import plot, report, tables
-from kernel_fusion.bench.results import Failure, Results
-from kernel_fusion.cli import app
+from kernel_fusion.cli.app import app
+from kernel_fusion_bench import plot, report, tables
+from kernel_fusion_bench.results import Failure, Results
 
 MB = 10**6
 

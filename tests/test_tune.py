@@ -25,15 +25,16 @@ from kernel_fusion.backends.cuda.plan_forward import plan_forward
 from kernel_fusion.backends.cuda.row_norm_plan import plan_row_norm
 from kernel_fusion.backends.cuda.trials import Choice, Kernel
 from kernel_fusion.backends.cuda.tuned import Facts
-from kernel_fusion.bench import tune as tuning
-from kernel_fusion.bench.timing import FULL, Effort, Timing
-from kernel_fusion.bench.tune import Cell, Outcome, Times
-from kernel_fusion.cli import app
+from kernel_fusion.cli.app import app
 from kernel_fusion.core.spec import RowNormSpec
 from kernel_fusion.operators.dispatch import unavailable_reason
+from kernel_fusion_bench import tune as tuning
+from kernel_fusion_bench.timing import FULL, Effort, Timing
+from kernel_fusion_bench.tune import Cell, Outcome, Times
 
 # The modules, not the commands of the same names that the package exports.
-info, command = (importlib.import_module(f"kernel_fusion.cli.{name}") for name in ("info", "tune"))
+info = importlib.import_module("kernel_fusion.cli.info")
+command = importlib.import_module("kernel_fusion_bench.commands.tune")
 BF16 = torch.bfloat16
 
 

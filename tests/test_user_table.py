@@ -22,8 +22,8 @@ from kernel_fusion.backends.cuda.plan_backward import plan_backward
 from kernel_fusion.backends.cuda.row_norm_plan import plan_row_norm, planned
 from kernel_fusion.backends.cuda.trials import Kernel
 from kernel_fusion.backends.cuda.tuned import Facts
-from kernel_fusion.bench import tune as tuning
 from kernel_fusion.core.spec import RowNormSpec
+from kernel_fusion_bench import tune as tuning
 
 # The module, not the function of the same name that the package exports.
 bound = importlib.import_module("kernel_fusion.functional.explain")._bound

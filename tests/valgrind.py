@@ -25,7 +25,7 @@ import torch
 from support import CPU
 from verbs import VERBS, Verb, cotangents, gradients, results
 
-from kernel_fusion.bench.machine import machine, versions
+from kernel_fusion.cli.machine import machine, versions
 from kernel_fusion.core.spec import dtype_name
 from kernel_fusion.operators import loader
 

@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from kernel_fusion.bench import tables
-from kernel_fusion.bench.units import size
+from kernel_fusion.cli import table as tables
+from kernel_fusion.cli.units import size
 from kernel_fusion.config import check_backend_name
 from kernel_fusion.core.cache import CUBINS, EXTENSIONS, Cache
 from kernel_fusion.core.spec import dtype_name

@@ -11,9 +11,9 @@ from rich.table import Table
 from kernel_fusion.backends.availability import why_not_cuda
 from kernel_fusion.backends.cuda import tuned, user_table
 from kernel_fusion.backends.cuda.device import Device
-from kernel_fusion.bench import machine
-from kernel_fusion.bench.units import size
+from kernel_fusion.cli import machine
 from kernel_fusion.cli.common import CACHES, cache_facts, console
+from kernel_fusion.cli.units import size
 from kernel_fusion.config import BACKENDS, compilers_tried, cxx_compiler, uses_tuned_tables
 from kernel_fusion.native import build, prebuilt
 from kernel_fusion.operators import loader

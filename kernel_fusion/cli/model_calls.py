@@ -22,7 +22,6 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._pytree import tree_leaves
 
 import kernel_fusion as kf
-from kernel_fusion.bench.model_coverage import default_dtype
 from kernel_fusion.errors import KernelFusionError
 
 _BATCH, _TOKENS = 2, 8
@@ -132,6 +131,17 @@ def _inputs(model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
         sides = size if isinstance(size, Sequence) else (size, size)
         return {name: torch.randn(_BATCH, model.config.num_channels, *sides, dtype=dtype)}
     raise _refused(f"no inputs are known for {type(model).__name__}, which takes {name}; a module:function can call it")
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Within, Python's numbers become tensors of this dtype, and so do parameters."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @contextmanager

@@ -20,11 +20,11 @@ from rich.console import Console
 from torch import Tensor
 
 import kernel_fusion as kf
-from kernel_fusion.bench.providers import kernels_must_run
-from kernel_fusion.bench.tables import Table
 from kernel_fusion.cli.common import console, progress_bar, resolve_backend, resolve_device, show, shown_dtype
+from kernel_fusion.cli.table import Table
 from kernel_fusion.testing import oracle
 from kernel_fusion.testing.cases import cases, training_cases
+from kernel_fusion.testing.launches import kernels_must_run
 from kernel_fusion.testing.oracle import Case, Comparison, RowNormCase, Tensors
 
 _Case = TypeVar("_Case", bound=Case)
