@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
+import sys
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -153,3 +158,44 @@ def test_what_communicates_is_left() -> None:
     """Other ranks may not come to a collective that an examination starts, so none is started; the report says why."""
     reason = "it communicates with other processes"
     assert python(_COLLECTIVE).stdout.strip() == str(["3"]) + " " + str([(str(n), reason) for n in range(3)])
+
+
+_FILE = """
+import torch
+from torch import nn
+
+def turn(q, k, cos, sin):
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    a, b = (torch.cat((-t[..., 8:], t[..., :8]), -1) for t in (q, k))
+    return q * cos + a * sin, k * cos + b * sin
+
+class Angles(nn.Module):
+    def forward(self, x, positions):
+        angles = (positions.unsqueeze(-1) * torch.linspace(0.1, 1.0, 8)).repeat(1, 1, 2)
+        return angles.cos(), angles.sin()
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.act, self.norm, self.angles = nn.SiLU(), nn.LayerNorm(16), Angles()
+
+    def forward(self, x):
+        cos, sin = self.angles(x, torch.arange(x.shape[2])[None])
+        q, k = turn(x, x, cos, sin)
+        h = q + self.act(k) * x
+        return self.norm(h) + h
+"""
+
+
+def test_classes_of_a_reloaded_module_are_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook that loads its model again and again keeps none of the classes and functions that it had."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "reloaded_later.py").write_text(_FILE)
+    loaded = importlib.import_module("reloaded_later")
+    model = nn.Sequential(loaded.Block())
+    assert len(kf.patch(model).replaced) == 3
+    model(torch.randn(2, 3, 5, 16))
+    alive = [weakref.ref(thing) for thing in (loaded.Block, loaded.Angles, loaded.turn, type(model[0]))]
+    del model, loaded, sys.modules["reloaded_later"]
+    gc.collect()
+    assert not any(ref() for ref in alive)

@@ -224,7 +224,8 @@ class _Walk:
         """Rewrite gated products, additions before norms and rotations in a module's methods."""
         if plan_of(module) is not None:
             return
-        found = rewrite.search(original_class(type(module)))
+        kind = original_class(type(module))
+        found = self.once(("search", kind), lambda: rewrite.search(kind))
         acts = (
             [a for f in found.values() for text in sorted(f.acts) if (a := self._act(module, f, text))] if mlps else []
         )
@@ -242,10 +243,12 @@ class _Walk:
         if acts or sites or turning:
             form = RewriteForm(tuple(dict.fromkeys(acts)), frozenset(sites), frozenset(turning))
             self._settle(name, module, _hands_off(module) or form)
-        elif (mlps or residuals or rotary) and next(module.children(), None) is not None:
-            kind = original_class(type(module))
-            if (method := self.once(("text", kind), lambda: rewrite.without_text(kind))) is not None:
-                self._settle(name, module, f"the text of its method `{method}` is missing")
+        elif (
+            (mlps or residuals or rotary)
+            and next(module.children(), None) is not None
+            and (method := self.once(("text", kind), lambda: rewrite.without_text(kind))) is not None
+        ):
+            self._settle(name, module, f"the text of its method `{method}` is missing")
 
     def _refuse(
         self, name: str, module: nn.Module, found: dict[str, rewrite.Found], mlps: bool, residuals: bool

@@ -14,9 +14,10 @@ import inspect
 import linecache
 import textwrap
 import types
+import weakref
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -27,6 +28,7 @@ from kernel_fusion.patching.rotary import turned
 from kernel_fusion.patching.sites import Act
 from kernel_fusion.patching.swap import Plan, original_class
 
+T = TypeVar("T")
 _SITES = {
     names.ADD_NORM: sites.add_norm,
     names.DROP_ADD_NORM: sites.drop_add_norm,
@@ -34,6 +36,19 @@ _SITES = {
     names.ADD_MODULATED: sites.add_modulated,
     names.TURNED: turned,
 }
+
+
+def _weakly(ask: Callable[[types.FunctionType], T]) -> Callable[[types.FunctionType], T]:
+    """Remember the answer about a function as long as that lives, which is until its module is loaded again."""
+    known: weakref.WeakKeyDictionary[types.FunctionType, T] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(ask)
+    def answer(function: types.FunctionType) -> T:
+        if function not in known:
+            known[function] = ask(function)
+        return known[function]
+
+    return answer
 
 
 @dataclass
@@ -61,7 +76,6 @@ def methods_of(kind: type[nn.Module]) -> dict[str, types.FunctionType]:
     return {name: f for name, f in found.items() if inspect.getattr_static(kind, name) is f}
 
 
-@functools.cache
 def search(kind: Any) -> dict[str, Found]:
     """The methods to rewrite, and what in them."""
     result = {}
@@ -208,11 +222,12 @@ def _parse(function: types.FunctionType) -> ast.FunctionDef | None:
     return tree
 
 
-@functools.cache
+@_weakly
 def _source(function: types.FunctionType) -> str:
     return textwrap.dedent(inspect.getsource(function))
 
 
+@_weakly
 def _is_current(function: types.FunctionType) -> bool:
     """Whether the source is what was loaded; notebooks compile a cell's statements one by one."""
     text, code = "".join(inspect.findsource(function)[0]), function.__code__

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -68,9 +69,19 @@ def holds_own(module: nn.Module, value: Any) -> bool:
     return bound and getattr(type(module), value.__name__, None) is value.__func__
 
 
-@functools.cache
+# Keys have the identity of the original class, which lives as long as the changed one.
+_changed: weakref.WeakValueDictionary[tuple[int, Plan], type[nn.Module]] = weakref.WeakValueDictionary()
+
+
 def changed_class(original: Any, plan: Plan) -> type[nn.Module]:
-    """The subclass of `original` that carries out `plan`; one per pair, so that compiled code is shared."""
+    """The subclass of `original` that carries out `plan`; one per pair while it lives, for shared compiled code."""
+    key = id(original), plan
+    known = _changed.get(key)
+    return _changed.setdefault(key, _made(original, plan)) if known is None else known
+
+
+def _made(original: Any, plan: Plan) -> type[nn.Module]:
+    """A new subclass of `original` that carries out `plan`."""
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
         """Pickle and copy the original class and the plan, because nobody can import the subclass."""
