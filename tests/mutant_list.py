@@ -90,7 +90,7 @@ _LAYERS = (
     ),
     Mutant(
         "tracing: softmax keeps the strides of its input", "kernel_fusion/operators/meta.py",
-        "torch.empty_like(input, memory_format=torch.contiguous_format)", "torch.empty_like(input)",
+        "torch.empty_like(like, memory_format=torch.contiguous_format)", "torch.empty_like(like)",
         "tests/test_compile.py::test_opcheck_of_the_families",
     ),
 )

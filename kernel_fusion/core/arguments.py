@@ -13,14 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from kernel_fusion.core import checks, stages
+from kernel_fusion.core import checks, signatures, stages
 from kernel_fusion.core.quantize import LARGEST
-
-_NAMES: dict[str, Collection[str]] = {
-    **stages.NAMES,
-    "combine": ("first", "add", "mul", "gate"),
-    "kind": ("sum_squared", "mean_abs"),
-}
 
 
 def checked(operator: Any, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,8 +34,8 @@ def check(operator: str, arguments: Mapping[str, Any]) -> None:
     for name, value in arguments.items():
         if isinstance(value, Tensor):
             memory(value)
-        elif name in _NAMES and value not in _NAMES[name]:
-            choices = ", ".join(map(repr, _NAMES[name]))
+        elif name in signatures.NAMES and value not in signatures.NAMES[name]:
+            choices = ", ".join(map(repr, signatures.NAMES[name]))
             raise ValueError(f"kernel_fusion::{operator}: `{name}` must be one of {choices}, got {value!r}")
     if "num_dims" in arguments:
         _num_dims(operator, arguments["input"], arguments["num_dims"])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernel_fusion.core.spec import ROWS
-from kernel_fusion.core.stages import norm_call
+from kernel_fusion.core import signatures
 
 
 def has_rows(value: Any) -> bool:
@@ -32,7 +31,7 @@ def serve(name: str, choose: Callable[..., Callable[..., Any]], tensors: tuple[A
         args: the operator's arguments, tensors first.
     """
     jagged = [arg for arg in args if has_rows(arg)]
-    given = _ROWWISE[name](*args) if _alike(jagged, tensors) else None
+    given = _by_rows(signatures.OPERATORS[name], args) if _alike(jagged, tensors) else None
     if given is None:
         return choose(*tensors)(*args)
     values = [_values(arg) for arg in given]
@@ -56,37 +55,16 @@ def _alike(jagged: list[Tensor], tensors: tuple[Any, ...]) -> bool:
     return len(nested) == len(jagged) and all(t.shape[:2] == jagged[0].shape[:2] for t in nested)
 
 
-def _norm(input: Tensor, num_dims: int, *rest: Any) -> tuple[Any, ...] | None:
-    return (input, num_dims, *rest) if has_rows_of(input, num_dims) else None
-
-
-def _staged_norm(*args: Any) -> tuple[Any, ...] | None:
-    c = norm_call(*args)
-    rows = c.input, c.residual, *(getattr(c.stages, name) for name in ROWS)
-    return args if all(t is None or has_rows_of(t, c.num_dims) for t in rows) else None
-
-
-def _pointwise(a: Tensor, b: Tensor | None, *rest: Any) -> tuple[Any, ...] | None:
-    plain = [t for t in (a, b) if t is not None and not has_rows(t)]
-    dims = max(t.dim() for t in (a, b) if t is not None)
-    return (a, b, *rest) if all(t.dim() <= dims - 2 for t in plain) else None  # such tensors do not vary over examples
-
-
-def _reduce(input: Tensor, dim: list[int], *rest: Any) -> tuple[Any, ...] | None:
-    dims = [d - input.dim() if d >= 0 else d for d in dim]
-    return (input, dims, *rest) if dims and all(d > 1 - input.dim() for d in dims) else None
-
-
-def _softmax(input: Tensor, mask: Tensor | None, scale: float, causal: bool) -> tuple[Any, ...] | None:
-    return (input, mask, scale, causal) if mask is None and input.dim() > 2 + causal else None
-
-
-_ROWWISE: dict[str, Callable[..., tuple[Any, ...] | None]] = {
-    "layer_norm": _norm,
-    "rms_norm": _norm,
-    "staged_row_norm": _staged_norm,
-    "pointwise": _pointwise,
-    "reduce": _reduce,
-    "softmax": _softmax,
-    "qk_norm_rope": lambda *args: None,  # a token's position is its place, which values() do not show
-}
+def _by_rows(operator: signatures.Operator, args: Sequence[Any]) -> list[Any] | None:
+    """The arguments for the values of jagged tensors, or None if a row of the result reads more than its own row."""
+    dims = None if operator.row_dims is None else operator.row_dims(operator.by_name(args))
+    if dims is None or operator.of_kind("mask", args):
+        return None
+    tensors = operator.of_kind("rows", args)
+    most = max(t.dim() for t in tensors)
+    for t in tensors:
+        shared = dims == 0 and not has_rows(t) and t.dim() <= most - 2  # such a tensor does not vary over examples
+        if not shared and not has_rows_of(t, dims):
+            return None
+    pairs = zip(operator.arguments, args, strict=False)
+    return [[d - most if d >= 0 else d for d in each] if a.kind == "dims" else each for a, each in pairs]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernel_fusion.core import arguments
+from kernel_fusion.core import arguments, signatures
 from kernel_fusion.core.quantize import empty_scales
 from kernel_fusion.core.rotary import result_like
 from kernel_fusion.operators.schemas import library
@@ -25,6 +25,22 @@ def _meta(function: Callable[..., Any]) -> Callable[..., Any]:
 
     library.impl(function.__name__, checked, "Meta")
     return function
+
+
+def _like_an_argument(operator: signatures.Operator) -> Callable[..., Tensor]:
+    """The contiguous result of an operator whose signature says which argument it is like."""
+
+    def result(*args: Any) -> Tensor:
+        like: Tensor = operator.by_name(args)[operator.like]
+        return torch.empty_like(like, memory_format=torch.contiguous_format)
+
+    result.__name__ = operator.name
+    return result
+
+
+for _operator in signatures.OPERATORS.values():
+    if _operator.like:
+        _meta(_like_an_argument(_operator))
 
 
 @_meta
@@ -54,18 +70,6 @@ def pointwise_bwd(dy: Tensor, a: Tensor, b: Tensor | None, *rest: Any) -> tuple[
 def reduce(input: Tensor, dim: list[int], keepdim: bool, _: str, dtype: torch.dtype | None) -> Tensor:
     """The sum's, by PyTorch's rules."""
     return torch.empty_like(input.sum(dim, keepdim, dtype=dtype or input.dtype))
-
-
-@_meta
-def softmax(input: Tensor, *_: Any) -> Tensor:
-    """A contiguous result."""
-    return torch.empty_like(input, memory_format=torch.contiguous_format)
-
-
-@_meta
-def softmax_bwd(dy: Tensor, y: Tensor, *_: Any) -> Tensor:
-    """A contiguous gradient."""
-    return torch.empty_like(y, memory_format=torch.contiguous_format)
 
 
 @_meta

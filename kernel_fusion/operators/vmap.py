@@ -6,12 +6,13 @@ dropout) there is a call per example.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kernel_fusion.core import signatures
 from kernel_fusion.operators import schemas
 
 
@@ -33,13 +34,13 @@ def _one_by_one(operator: Any, info: Any, in_dims: tuple[Any, ...], args: list[A
 
 def register(name: str, prefix: str = "") -> None:
     """Give a rule to the operator `name`, or to the operator `prefix` + `name` of a backend."""
-    rows = _RULES[name]
+    signature = signatures.OPERATORS[name]
     operator = schemas.overload(prefix + name)
 
     def rule(info: Any, in_dims: tuple[Any, ...], *given: Any) -> Any:
         args = schemas.bind(operator, given, {})
         if in_dims[0] is not None and not any(map(_batched, in_dims[1:])):
-            batched = rows(args[0].movedim(in_dims[0], 0), *args[1:])
+            batched = _more_rows(signature, args[0].movedim(in_dims[0], 0), args[1:])
             if batched is not None:
                 return operator(*batched), 0
         return _one_by_one(operator, info, in_dims, args)
@@ -47,31 +48,27 @@ def register(name: str, prefix: str = "") -> None:
     torch.library.register_vmap(f"kernel_fusion::{prefix}{name}", rule, lib=schemas.library)
 
 
-def _same(input: Tensor, *rest: Any) -> list[Any]:
-    return [input, *rest]
+def _more_rows(operator: signatures.Operator, input: Tensor, args: Sequence[Any]) -> list[Any] | None:
+    """The arguments of one call with more rows, or None if that would compute something else.
+
+    Args:
+        operator: its rows must be independent, it must have one result, and nothing but vectors beside the input.
+        input: the input, with the batch before its other dimensions.
+        args: the operator's other arguments.
+    """
+    others = [each for kind in ("rows", "mask", "place") for each in operator.of_kind(kind, (None, *args))]
+    if operator.row_dims is None or len(operator.results) > 1 or others:
+        return None
+    if input.dim() == 1 and operator.of_kind("dims", (None, *args)):
+        return None  # an example has no dimensions, and an empty list means all of them
+    arguments = zip(operator.arguments[1:], args, strict=True)
+    return [input, *(_shifted(each, input.dim()) if a.kind == "dims" else each for a, each in arguments)]
 
 
-def _reduce(input: Tensor, dim: list[int], *rest: Any) -> list[Any] | None:
-    if input.dim() == 1:
-        return None  # an example has no dimensions, and an empty `dim` means all of them
-    dims = [d + 1 if d >= 0 else d for d in dim] or list(range(1, input.dim()))
-    return [input, dims, *rest]
+def _shifted(dims: list[int], num_dims: int) -> list[int]:
+    """The same dimensions after a first one; an empty list means all but that."""
+    return [d + 1 if d >= 0 else d for d in dims] or list(range(1, num_dims))
 
 
-def _softmax(input: Tensor, mask: Tensor | None, *rest: Any) -> list[Any] | None:
-    return [input, mask, *rest] if mask is None else None
-
-
-# For each operator, the arguments of one call with more rows, or None if that would compute something else.
-_RULES: dict[str, Callable[..., list[Any] | None]] = {
-    "layer_norm": _same,
-    "rms_norm": _same,
-    "staged_row_norm": lambda *args: None,
-    "pointwise": lambda a, b, *rest: [a, b, *rest] if b is None and rest[-1] is None else None,
-    "reduce": _reduce,
-    "softmax": _softmax,
-    "qk_norm_rope": lambda *args: None,
-    **dict.fromkeys(schemas.QUANTIZED, lambda *args: None),
-}
-for _name in _RULES:
+for _name in signatures.VERBS | signatures.QUANTIZED:
     register(_name)
