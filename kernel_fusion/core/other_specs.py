@@ -8,9 +8,7 @@ from typing import Annotated
 from kernel_fusion.core.activations import IDENTITY
 from kernel_fusion.core.fields import Names, Several
 from kernel_fusion.core.quantize import NO_CODES, Codes
-from kernel_fusion.core.spec import VECTOR_BYTES, Activation, ByX, Dtype
-
-_BY_PRECISION = ("bf16", "f16", "f32", "f64")
+from kernel_fusion.core.spec import VECTOR_BYTES, Activation, ByX, Dtype, most_precise
 
 Combine = Annotated[str, Names("Combine", ("first", "add", "mul", "gate"))]
 # How an operand is read: in order; by rows that are contiguous, that repeat one element or that have a stride; or
@@ -49,7 +47,7 @@ class PointwiseSpec:
     @property
     def result(self) -> str:
         """The most precise dtype of the results."""
-        return max(filter(None, (self.y, self.da, self.db)), key=_BY_PRECISION.index)
+        return most_precise(self.y, self.da, self.db)
 
 
 @dataclass(frozen=True)

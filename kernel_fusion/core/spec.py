@@ -51,6 +51,11 @@ def torch_dtype(name: str) -> torch.dtype:
     return _TORCH[name]
 
 
+def most_precise(*names: str | None) -> str:
+    """ "f32" for "bf16", "f32" and None."""
+    return max(filter(None, names), key=("bf16", "f16", "f32", "f64").index)
+
+
 def rounding_for(rounding: str, dtype: torch.dtype) -> str:
     """The rounding that matters for a dtype: "hf" is the same as "once" for the dtypes that norms compute in."""
     return rounding if dtype in (torch.float16, torch.bfloat16) else "once"
@@ -170,6 +175,16 @@ class RowNormSpec(Stages, ByX):
         if self.residual is not None:
             return self.residual
         return self.acc if self.changes_x and not self.direction.startswith("backward") else self.x
+
+    @property
+    def finest(self) -> str:
+        """The most precise dtype of results that share what stages compute; forward and backward agree on it.
+
+        It names each tensor that may have a gradient, wanted or not: dx must not depend on others that are. A bias
+        counts only where its gradient passes a stage.
+        """
+        bias = self.bias if self.follows else None
+        return most_precise(self.x, self.y, self.weight, bias, self.residual, self.beside, self.residual_gate)
 
     @property
     def pre_x(self) -> str | None:

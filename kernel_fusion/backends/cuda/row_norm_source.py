@@ -45,7 +45,7 @@ def _name(spec: RowNormSpec) -> str:
 
 def _types(spec: RowNormSpec, backward: bool) -> dict[str, str | None]:
     types: dict[str, str | None] = {"Acc": spec.acc, "X": spec.x, "Row": spec.row, "Residual": spec.residual}
-    types["Weight"] = spec.weight
+    types |= {"Weight": spec.weight, "Finest": spec.finest}
     types |= {constant(name)[1:]: getattr(spec, name) for name in (*ROWS, *VECTORS)}
     if not backward:
         return types | {"Y": spec.y, "Bias": spec.bias}

@@ -160,15 +160,12 @@ struct BackwardInputs {
 
   explicit BackwardInputs(const BackwardCall& call)
       : x(rows_of(call.input, call.num_dims)), dy(rows_of(call.dy, call.num_dims)),
-        vectors(call, reads_bias(call) ? call.bias : kAbsent), stats(call.stats.contiguous()), groups(groups_of(call)) {
+        vectors(call, follows(call, call) ? call.bias : kAbsent), stats(call.stats.contiguous()), groups(groups_of(call)) {
     const auto [wants_dx, wants_dweight, wants_dbias, wants_dresidual, wants_dgate] = call.wants;
     if (wants_dx || wants_dresidual || wants_dgate) dh = contiguous(call.dh);
     if (present(call.row()) || (wants_dx && call.has_residual && call.pre_activation) || wants_dgate)
       other = rows_of(call.other(), call.num_dims);
   }
-
-  // A stage's row needs it only for its own gradient.
-  static bool reads_bias(const BackwardCall& call) { return follows(call, call) && (!present(call.row()) || call.wants[3]); }
 
   RowNormSpec spec(const BackwardCall& call) const {
     const auto [wants_dx, wants_dweight, wants_dbias, wants_dresidual, wants_dgate] = call.wants;

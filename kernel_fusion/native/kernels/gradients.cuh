@@ -59,12 +59,11 @@ template <class S, class A> __device__ A affine_of(A xhat, A weight, A bias) {
   return R::argument(fused(R::normalized(xhat), weight, bias));
 }
 
-// With an activation, dy * activation'(z) replaces dy.
+// With an activation, dy * activation'(z) replaces dy. All gradients follow from it.
 template <class S>
 __device__ typename S::Acc incoming(typename S::Acc dy, typename S::Acc xhat, typename S::Acc weight, typename S::Acc bias) {
   if constexpr (S::kActivation != 0) {
-    using M = typename MathFor<typename S::Acc, typename S::DY>::type;
-    return times_slope<S::kActivation, M>(dy, affine_of<S>(xhat, weight, bias));
+    return times_slope<S::kActivation, SharedMath<S>>(dy, affine_of<S>(xhat, weight, bias));
   } else {
     return dy;
   }
@@ -82,7 +81,7 @@ __device__ void replace_dy(const Normalize<S>& normalize, const A (&x)[kVec], co
 
 // The normalised row, without the factor: h as stored, or u recomputed.
 template <class S>
-__device__ void widen_row(const Before<S, typename S::DY>& before, const Pack<typename S::Row, S::kVec>& pack, i64 row, int col,
+__device__ void widen_row(const Before<S>& before, const Pack<typename S::Row, S::kVec>& pack, i64 row, int col,
                           typename S::Acc (&x)[S::kVec]) {
   widen_pack(pack, x);
   if constexpr (!kAddsResidual<S>) before.change(row, col, x);
@@ -90,10 +89,9 @@ __device__ void widen_row(const Before<S, typename S::DY>& before, const Pack<ty
 
 // Multiplies x by a first factor, or dy by a last one.
 template <class S, int kVec, class A>
-__device__ void apply_factor(const Before<S, typename S::DY>& before, const Pack<Factor<S>, kVec>& factor, A (&x)[kVec],
-                             A (&dy)[kVec]) {
+__device__ void apply_factor(const Before<S>& before, const Pack<Factor<S>, kVec>& factor, A (&x)[kVec], A (&dy)[kVec]) {
   if constexpr (kFactorFirst<S>) before.multiply(factor, x);
-  else multiply_factor<S, typename MathFor<A, typename S::DY>::type>(factor, dy);
+  else multiply_factor<S, SharedMath<S>>(factor, dy);
 }
 
 // With kFactor, weight_offset + weight, or 1; else a bias, or 0.
@@ -200,7 +198,7 @@ template <class S> struct Outgoing {
   // The residual's gate multiplies this.
   __device__ void before_gate(int col, const Pack<X, kVec>& x, A (&u)[kVec]) const {
     widen_pack(x, u);
-    activate<S::kPreActivation, typename MathFor<A, Other>::type>(u);
+    activate<S::kPreActivation, typename MathFor<A, ResidualGate<S>>::type>(u);
     dropout.apply(row * kCols + col, u);
   }
 };

@@ -2,6 +2,7 @@
 // results rounded to fp16, `RoughestMath` for bf16. `MathFor` chooses.
 //
 // SingleMath, for pointwise chains in fp32, has another normal_cdf, off by 2^-22, and a power off by 2^-21, absolutely.
+// MixedMath has these and the hardware's reciprocal, for what an fp16 or bf16 norm computes for an fp32 result, too.
 //
 // RoughMath is off by far less than half an ulp of fp16, at least 2^-12 of the value:
 //
@@ -102,6 +103,11 @@ template <class Instructions> struct SingleMathOn : Math<float> {
   }
 };
 
+// An exact reciprocal has a slow path, a call, around which registers are saved.
+template <class Instructions> struct MixedMathOn : SingleMathOn<Instructions> {
+  static KF_INLINE float reciprocal(float x) { return Instructions::reciprocal(x); }
+};
+
 template <class Instructions> struct RoughMathOn : ScalarMath<float> {
   static constexpr float kLog2E = 1.44269504f, kLn2 = 0.69314718f;
 
@@ -150,6 +156,7 @@ template <class Instructions> struct RoughestMathOn : RoughMathOn<Instructions> 
 };
 
 using SingleMath = SingleMathOn<Hardware>;
+using MixedMath = MixedMathOn<Hardware>;
 using RoughMath = RoughMathOn<Hardware>;
 using RoughestMath = RoughestMathOn<Hardware>;
 
@@ -171,6 +178,14 @@ template <> struct MathFor<float, bf16> {
 template <class A, class T> struct ChainMathFor : MathFor<A, T> {};
 template <> struct ChainMathFor<float, float> {
   using type = SingleMath;
+};
+
+// For what a norm of X computes for several results, the most precise of type T.
+template <class A, class X, class T> struct SharedMathFor : MathFor<A, T> {};
+template <class X>
+  requires(sizeof(X) == 2)
+struct SharedMathFor<float, X, float> {
+  using type = MixedMath;
 };
 
 // ---- Activations by their code, the position in KF_ACTIVATIONS -------------------------------------------------------------

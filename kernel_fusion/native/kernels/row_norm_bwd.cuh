@@ -184,7 +184,7 @@ template <class S> struct BackwardColumns {
   Accumulators<S>& sums;
   ColumnWeight<S, kVectors>& weights;
   ColumnBias<S, kVectors>& biases;
-  const Before<S, typename S::DY>& before;
+  const Before<S>& before;
 
   __device__ void read(const Row& now, i64 row, int i, A (&x)[kVec], A (&dy)[kVec], A (&weight)[kVec], A (&bias)[kVec]) {
     widen_row<S>(before, now.x(at, i), row, at.col(i), x);
@@ -277,7 +277,7 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
   ColumnBias<S, P::kVectors> biases(args, at);
   weights.keep();
   biases.keep();
-  const Before<S, typename S::DY> before(args);
+  const Before<S> before(args);
   Columns columns{args, at, sums, weights, biases, before};
 
   const int behind = kAlone<S> ? 0 : at.row;  // of the first row that goes on with this one

@@ -116,7 +116,7 @@ template <class S> struct StreamedBackward {
   const Ring& ring;
   ColumnWeight<S, kVectors>& weights;
   ColumnBias<S, kVectors>& biases;
-  const Before<S, typename S::DY>& before;
+  const Before<S>& before;
   A (&sums)[kColumnSums<S>][kVectors][kVec];
 
   __device__ void read(i64 row, int slot, int i, A (&x)[kVec], A (&dy)[kVec], A (&weight)[kVec], A (&bias)[kVec]) const {
@@ -221,7 +221,7 @@ template <class S> __device__ void row_norm_bwd_streamed(const RowNormBwdArgs& a
   weights.keep(group == 0);
   biases.keep(group == 0);
   if (S::kKeeps == KeptParameters::kShared) __syncthreads();
-  const Before<S, typename S::DY> before(args);
+  const Before<S> before(args);
   const StreamedBackward<S> thread{args, at, ring, weights, biases, before, sums};
   const auto first_pass = [&](i64 sample, int slot) { return thread.first_pass(sample, slot); };
   const auto combine = [&](i64, typename Stream::Sums all) {

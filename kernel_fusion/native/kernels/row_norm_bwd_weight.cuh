@@ -19,7 +19,7 @@ template <class S> __device__ void row_norm_bwd_weight(const RowNormBwdArgs& arg
   const i64 start = (static_cast<i64>(tile) * S::kThreads + threadIdx.x) * kVec;
   if (start >= kCols) return;
   const int col = static_cast<int>(start);
-  const Before<S, typename S::DY> before(args);
+  const Before<S> before(args);
   A dweight[kVec] = {}, dbias[kVec] = {}, dgate[kVec] = {}, weight[kVec], bias[kVec];
   if constexpr (S::kActivation != 0) {
     using Weight = typename S::Weight;

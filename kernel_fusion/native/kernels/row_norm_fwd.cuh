@@ -193,7 +193,7 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
   const ForwardRow<S> row(args, at);
   if constexpr (S::kCluster > 1) cluster_arrive();
   wait_for_previous_kernel(row.x + at.first);
-  const Before<S, typename S::Y> before(args);
+  const Before<S> before(args);
   prefetch<S>(args, at);
 
   Pack<typename S::Row, kVec> resident[kVectors];

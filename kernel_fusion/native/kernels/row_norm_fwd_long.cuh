@@ -19,7 +19,7 @@ template <class S> __device__ void row_norm_fwd_long(const RowNormFwdArgs& args)
   const ForwardRow<S> row(args, at);
   if constexpr (S::kCluster > 1) cluster_arrive();
   wait_for_previous_kernel();
-  const Before<S, typename S::Y> before(args);
+  const Before<S> before(args);
 
   struct Loaded {
     Pack<typename S::X, kVec> x;

@@ -88,7 +88,7 @@ template <class S> __device__ void row_norm_fwd_streamed(const RowNormFwdArgs& a
   }
   stream.start(args.rows, first, step, fill);
 
-  const Before<S, typename S::Y> before(args);
+  const Before<S> before(args);
   const auto row_at = [&](i64 row, int slot, int i) {
     const int col = at.col(i);
     if constexpr (kFactorLast<S>) return before(x.at(row, slot, col), {}, row, col);

@@ -45,7 +45,7 @@ template <class S> __device__ void row_norm_fwd_tile(const RowNormFwdArgs& args)
   if (contiguous && threadIdx.x == 0) {
     copy_pieces(&full, rows * S::kCols, PieceCopy<XRows>{x, tile, first + rows == args.rows});
   }
-  const Before<S, Y> before(args);
+  const Before<S> before(args);
   Pack<typename S::Weight, kVec> weights[S::kAhead ? kVectors : 1];
   Pack<typename S::Bias, kVec> biases[S::kAhead ? kVectors : 1];
   const auto load_parameters = [&](int i, int col) {

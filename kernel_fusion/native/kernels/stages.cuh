@@ -36,6 +36,13 @@ template <class S> using LastFactor = If<kFactorLast<S>, Factor<S>>;
 template <class S> using Addend = typename PresentOr<typename S::Residual, FirstFactor<S>>::type;
 template <class S> using Beside = typename PresentOr<typename S::Residual, Factor<S>>::type;
 
+// For what several results share, and for u: it is as exact as its rounding to h needs, or without one as all results.
+template <class S> using SharedMath = typename SharedMathFor<typename S::Acc, typename S::X, typename S::Finest>::type;
+template <class S, class H = typename S::Residual> struct MathBefore : MathFor<typename S::Acc, H> {};
+template <class S> struct MathBefore<S, absent> {
+  using type = SharedMath<S>;
+};
+
 // Keeps the operation before v from being contracted: (u - mean) of equal elements must be 0, and h the same wherever
 // it is computed.
 __device__ inline void settle(float& v) { asm("" : "+f"(v)); }
@@ -126,12 +133,11 @@ template <class S> struct Dropout {
   }
 };
 
-// The normalised row, from x and a residual or a factor. u must be as exact as its next rounding needs: to h, or to y
-// of type Y.
-template <class S, class Y> struct Before {
+// The normalised row, from x and a residual or a factor.
+template <class S> struct Before {
   using A = typename S::Acc;
   using Row = typename S::Row;
-  using M = typename MathFor<A, typename PresentOr<typename S::Residual, Y>::type>::type;
+  using M = typename MathBefore<S>::type;
   static constexpr int kVec = S::kVec;
   Dropout<S> dropout;
 
