@@ -422,6 +422,18 @@ def test_persistent_programs_fit_beside_each_other() -> None:
     assert plan.Device(304, 64).registers_of(two) is None
 
 
+# Grid rationale. Heads that turn in part and whole, odd and long ones, whose tiles are of few.
+@pytest.mark.parametrize(
+    ("cols", "half"), [(128, 64), (96, 16), (80, 20), (576, 32), (1024, 100), (8192, 4096), (6, 3)]
+)
+@pytest.mark.parametrize("heads", [(1, 0), (3, 1), (24, 5), (32, 8), (100, 0)])
+def test_tiles_of_heads(cols: int, half: int, heads: tuple[int, int]) -> None:
+    """A tile's heads are a power of two, as Triton asks, and hold at most 1024 pairs."""
+    layout = plan.rotary(half, cols, heads, 32)
+    assert layout.rows.bit_count() == 1
+    assert layout.rows * (layout.block + layout.rest // 2) <= max(1024, layout.block + layout.rest // 2)
+
+
 # Grid rationale. No row, one tile, a tile for each program, more than four on each multiprocessor, as many as fit.
 @pytest.mark.parametrize(
     ("rows", "wanted", "of_four"),

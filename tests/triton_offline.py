@@ -277,7 +277,7 @@ def all_launches(arch: str) -> list[Launch]:
     for rows, cols, dtype in ((48, 1024, torch.bfloat16), (3, 40000, torch.bfloat16), (7, 320, torch.float16)):
         launches += recorded(partial(verbs, rows, cols, dtype))
     launches += recorded(lambda: verbs(5, 255, torch.float64))
-    for cols, pairs, dtype in ((128, 64, torch.bfloat16), (80, 20, torch.float16), (6, 3, torch.float64)):
+    for cols, pairs, dtype in ((128, 64, torch.bfloat16), (96, 16, torch.float16), (6, 3, torch.float64)):
         launches += recorded(partial(heads, 2, cols, pairs, dtype))
     launches += recorded(lambda: norms(3, 2048, torch.float32))
     for cols, dtype in ((1024, torch.bfloat16), (40000, torch.bfloat16), (255, torch.float64)):

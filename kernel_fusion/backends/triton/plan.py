@@ -296,7 +296,8 @@ def rotary(half: int, cols: int, heads: tuple[int, int], warp_size: int) -> Rota
     block, others = _power_of_two(int(half)), int(cols) - 2 * int(half)
     rest = _power_of_two(others) if others else 0
     counts = [int(count) for count in heads]
-    rows = min(max(1, 1024 // (block + rest // 2)), _power_of_two(max(counts)))
+    most = max(1, 1024 // (block + rest // 2))
+    rows = min(1 << most.bit_length() - 1, _power_of_two(max(counts)))  # a tile's sizes are powers of two
 
     def tiles() -> int:
         return sum(-(-count // rows) for count in counts)
