@@ -324,7 +324,7 @@ def test_residual_that_does_not_fit(norm: str, any_target: Target) -> None:
 def test_causal_needs_rows_and_columns(any_target: Target) -> None:
     """`causal` over a dimension that has no rows is a ValueError."""
     x = _ONES(4, 8, device=any_target.device)
-    for dim, wrong in ((0, x), (-1, x[0])):
+    for dim, wrong in ((0, x), (-1, x[0]), (-1, x[0, 0]), (0, x[0, 0])):
         with any_target.ran(forward=0), pytest.raises(ValueError, match=r"^`softmax`: `causal` needs rows and columns"):
             kf.softmax(wrong, dim, causal=True, backend=any_target.backend)
 

@@ -121,15 +121,30 @@ def test_a_norm_over_the_rows_of_an_example_is_pytorchs() -> None:
     torch.testing.assert_close(y.values()[:3], F.layer_norm(values[:3], (3, 8)))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+@pytest.mark.parametrize("dim", [-2, 1, 2, 3])
+def test_softmax_over_any_dimension(dim: int, layout: torch.layout) -> None:
+    """Of a nested tensor, a dimension that no kernel knows is PyTorch's, scaled, unless a backend is asked for."""
+    x = torch.nested.nested_tensor([torch.randn(n, 3, 8) for n in (2, 5, 3)], layout=layout)
+    found, wanted = kf.softmax(x, dim, scale=0.5), torch.softmax(x * 0.5, dim)
+    for one, two in zip(found.unbind(), wanted.unbind(), strict=True):
+        torch.testing.assert_close(one, two)
+    if dim != 3:
+        with pytest.raises(BackendUnavailableError, match="no kernels have rows of a nested `input`"):
+            kf.softmax(x, dim, backend="cpu")
+        with pytest.raises(RuntimeError, match="takes no `mask` beside dim"):
+            kf.softmax(x, dim, mask=torch.ones(8, dtype=torch.bool))
+
+
 @pytest.mark.parametrize(
     "function",
     [
         lambda x: kf.add_act(x, torch.randn(len(_LENGTHS), 1, 8), "relu"),
-        lambda x: kf.softmax(x, 1),
         lambda x: kf.sum_squared(x, 0),
         lambda x: kf.add_layer_norm(x, x, x.shape[1:]),
     ],
-    ids=["per example", "softmax over rows", "sum over examples", "norm over rows"],
+    ids=["per example", "sum over examples", "norm over rows"],
 )
 def test_what_mixes_rows_runs_no_kernel(function: Callable[[Tensor], Any]) -> None:
     """A call that is not the same for every row is left to PyTorch, whether it has a rule or an error."""

@@ -10,7 +10,9 @@ from torch.autograd.forward_ad import unpack_dual
 
 from kernel_fusion.backends import eager
 from kernel_fusion.backends.availability import PLAIN_TENSORS
+from kernel_fusion.config import check_backend_name, state
 from kernel_fusion.core import checks
+from kernel_fusion.errors import BackendUnavailableError
 from kernel_fusion.functional import interop
 from kernel_fusion.operators.dispatch import operator
 
@@ -58,18 +60,19 @@ def softmax(
     """
     if not interop.is_tensor(input):
         return interop.served(softmax, input, dim, scale=scale, mask=mask, causal=causal, backend=backend)  # type: ignore[no-any-return]
-    if input.dim() == 0:
-        return softmax(input[None], dim, scale=scale, mask=mask, backend=backend)[0]
     checks.of_kind("softmax", "dim", dim, checks.INT)
-    if not -input.dim() <= dim < input.dim():
-        raise IndexError(
-            f"Dimension out of range (expected to be in range of [{-input.dim()}, {input.dim() - 1}], but got {dim})"
-        )
-    last = dim in (-1, input.dim() - 1)
+    dims = max(input.dim(), 1)  # a number is a row of its own
+    if not -dims <= dim < dims:
+        raise IndexError(f"Dimension out of range (expected to be in range of [{-dims}, {dims - 1}], but got {dim})")
+    last = dim in (-1, dims - 1)
     if causal and (not last or input.dim() < 2):
         raise ValueError(
             f"`softmax`: `causal` needs rows and columns, the last two dimensions, got dim={dim} of {input.dim()}"
         )
+    if input.dim() == 0:
+        return softmax(input[None], dim, scale=scale, mask=mask, backend=backend)[0]
+    if input.is_nested and not last:
+        return _across_rows(input, dim, scale, mask, backend)
     if mask is not None:
         checks.mask("softmax", mask)
         mask = checks.expanded_mask("softmax", mask, input.shape)
@@ -85,6 +88,21 @@ def softmax(
         checks.explain("softmax", error, {"input": input, "mask": additive}, scale=scale, causal=causal)
         raise
     return result
+
+
+def _across_rows(input: Tensor, dim: int, scale: float, mask: Tensor | None, backend: str | None) -> Tensor:
+    """PyTorch's softmax of a nested tensor over another dimension than the last, which cannot be moved."""
+    if mask is not None:
+        raise RuntimeError(
+            f"`softmax`: a nested `input` takes no `mask` beside dim={dim}; without a mask PyTorch serves it"
+        )
+    check_backend_name(backend)
+    wanted = backend or state.backend
+    if wanted not in (None, "eager"):
+        raise BackendUnavailableError(
+            f"`softmax`: backend {wanted!r} was requested, but no kernels have rows of a nested `input` along dim={dim}"
+        )
+    return torch.softmax(input if scale == 1.0 else input * scale, dim)
 
 
 def attention_scores(
