@@ -354,7 +354,7 @@ _ON_A_GPU = (
     ),
     Mutant(
         "autocast: a norm returns the dtype of its input", f"{_EXTENSION}/row_norm_autograd.cpp",
-        "return !argument && narrow ? at::kFloat : argument;", "return argument;",
+        "return !argument && narrow && is_widened(rms) ? at::kFloat : argument;", "return argument;",
         "tests/test_compile.py::test_autocast_dtypes", cuda=True,
     ),
 )

@@ -18,6 +18,7 @@ from support import CPU, CUDA, EAGER, TRITON, Target, call, python
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
 from verbs import VERBS, Verb, cotangents, gradients, results
 
 import kernel_fusion as kf
@@ -419,27 +420,30 @@ def test_export_save_load(tmp_path: Path) -> None:
     assert python(code, tmp_path / "program.pt2", tmp_path / "tensors.pt").stdout.split() == ["1"]
 
 
-# Grid rationale. Under CPU autocast PyTorch's norms keep their input's dtype; under CUDA autocast ours return float32,
-# on every PyTorch version, without an upcast copy of x; an explicit out_dtype wins.
+# Grid rationale. Under CPU autocast PyTorch's norms keep their input's dtype; under CUDA autocast LayerNorm returns
+# float32, and RMSNorm since PyTorch 2.12. Ours follow without an upcast copy of x; an explicit out_dtype wins.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
 def test_autocast_dtypes(verb: str, dtype: torch.dtype, autocast: torch.dtype, target: Target) -> None:
-    """The result's dtype under autocast is float32 on CUDA and the input's on the CPU; gradients keep their dtypes."""
+    """The result's dtype under autocast is that of the installed PyTorch's norm; gradients keep their dtypes."""
     x = torch.randn(5, 64, device=target.device, dtype=dtype, requires_grad=True)
     weight = torch.randn(64, device=target.device, requires_grad=True)
     with torch.autocast(target.device, autocast), target.ran(forward=2, backward=1):
         y = call(verb, x, weight, backend=target.backend)
         explicit = call(verb, x, weight, out_dtype=torch.float16, backend=target.backend)
         dx, dweight = torch.autograd.grad(y, (x, weight), torch.randn_like(y))
-    assert y.dtype == (torch.float32 if target.device == "cuda" else dtype)
+    with torch.autocast(target.device, autocast):
+        theirs = getattr(F, verb)(x, (64,), weight.to(dtype))  # which need not take a weight of another dtype
+    assert y.dtype == theirs.dtype
     assert explicit.dtype == torch.float16
     assert (dx.dtype, dweight.dtype) == (dtype, torch.float32)
 
 
 def test_autocast_module_as_its_parent(target: Target) -> None:
-    """Under autocast the LayerNorm module returns its parent's dtype."""
-    theirs = torch.nn.LayerNorm(64, device=target.device)
-    ours = kf.FusedLayerNorm(64, device=target.device)
+    """Under autocast a norm module returns its parent's dtype."""
     x = torch.randn(5, 64, device=target.device, dtype=torch.bfloat16)
-    with torch.autocast(target.device, torch.bfloat16), kf.use_backend(target.backend), target.ran(forward=1):
-        assert ours(x).dtype == theirs(x).dtype
+    for name in ("LayerNorm", "RMSNorm"):
+        kinds = getattr(torch.nn, name), getattr(kf, f"Fused{name}")
+        theirs, ours = (kind(64, device=target.device, dtype=x.dtype) for kind in kinds)
+        with torch.autocast(target.device, torch.bfloat16), kf.use_backend(target.backend), target.ran(forward=1):
+            assert ours(x).dtype == theirs(x).dtype

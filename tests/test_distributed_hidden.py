@@ -19,9 +19,11 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import kernel_fusion as kf
 from kernel_fusion.backends.triton.launch import launches
+from kernel_fusion.core.autocast import widens
 from kernel_fusion.distributed import FeatureParallel
 from kernel_fusion.errors import BackendUnavailableError
 from kernel_fusion.testing import unfused
+from kernel_fusion.testing.oracle import RowNormCase, judge, tensors
 
 interpreter.speed_up()  # on the ranks, which import no conftest.py
 
@@ -82,6 +84,32 @@ def _check_verb(device: str, *call: Any) -> None:
 def test_one_all_reduce_each_way(ranks: Ranks, name: str, dtype: torch.dtype, rounding: str, backend: str) -> None:
     """Nothing but one all-reduce is sent in either direction, and the budget of the unsharded norm holds."""
     ranks(_check_verb, name, dtype, rounding, backend)
+
+
+def _check_float64_far_from_zero(device: str, mean: float, backend: str) -> None:
+    cols, world, rank = 96, dist.get_world_size(), dist.get_rank()
+    x = torch.randn(_ROWS, cols, device=device, dtype=torch.float64) + mean
+    weight, dy = torch.randn(cols, device=device, dtype=torch.float64), torch.randn_like(x)
+    first, last = (cols * r * r // world**2 for r in (rank, rank + 1))  # unequal parts
+    part, own = (t[..., first:last].contiguous().requires_grad_() for t in (x, weight))
+    y = kf.layer_norm(part, last - first, own, group=dist.group.WORLD, backend=backend)
+    ours = [y.detach(), torch.autograd.grad(y, part, dy[:, first:last].contiguous())[0]]
+    x.requires_grad_()
+    theirs = torch.nn.functional.layer_norm(x, (cols,), weight)
+    (dx,) = torch.autograd.grad(theirs, x, dy)
+    case = RowNormCase("layer_norm", (_ROWS, cols), torch.float64, weight=torch.float64)
+    wanted = case.long_double(tensors(x, weight, None, dy))
+    for name, result, by_pytorch in zip(("y", "dx"), ours, (theirs, dx), strict=True):
+        columns = slice(first, last)
+        judged = judge(name, [(result, wanted[name][:, columns], by_pytorch.detach()[:, columns])])
+        assert judged.ok, judged
+
+
+@pytest.mark.parametrize("backend", _BACKENDS)
+@pytest.mark.parametrize("mean", [1e8, 0.5])
+def test_float64_far_from_zero(ranks: Ranks, mean: float, backend: str) -> None:
+    """The variance of float64 rows is no difference of large squares."""
+    ranks(_check_float64_far_from_zero, mean, backend)
 
 
 @pytest.mark.slow
@@ -282,7 +310,7 @@ def _check_autocast(device: str) -> None:
     x = torch.randn(4, 32, device=device, dtype=torch.bfloat16)
     with torch.autocast(device, torch.bfloat16):
         ys = kf.rms_norm(spread(x, Shard(1)), 32), kf.rms_norm(x, 32, group=dist.group.WORLD), kf.rms_norm(x, 32)
-    assert {y.dtype for y in ys} == {torch.float32 if device == "cuda" else torch.bfloat16}
+    assert {y.dtype for y in ys} == {torch.float32 if widens("rms_norm", device) else torch.bfloat16}
 
 
 def test_autocast(ranks: Ranks) -> None:

@@ -546,7 +546,6 @@ def test_the_imitated_autocast_widens_what_cuda_widens(name: str) -> None:
             extra = {"normalized_shape": (8,)}
         return getattr(F if hasattr(F, name) else torch, name)(x, **extra).dtype
 
-    assert name in CudaAutocast.WIDENED
     with CudaAutocast():
         ours = call(torch.ones(2, 8, dtype=torch.bfloat16))
     torch.set_autocast_enabled("cuda", True)
@@ -555,7 +554,8 @@ def test_the_imitated_autocast_widens_what_cuda_widens(name: str) -> None:
             theirs = call(torch.empty(2, 8, dtype=torch.bfloat16, device="cuda"))
     finally:
         torch.set_autocast_enabled("cuda", False)
-    assert ours == theirs == torch.float32
+    assert ours == theirs
+    assert name == "rms_norm" or ours == torch.float32  # which PyTorch 2.11 does not widen
 
 
 def test_nothing_of_the_user_is_disturbed() -> None:

@@ -4,7 +4,8 @@ Forward adds up the moments of the rows' parts, backward two sums of each row, w
 column leaves its rank, and the gradients of weight and bias are those of the rank's columns. Sums travel as float64:
 then S = sum of n mean and Q = sum of (M2 + n mean^2) over the ranks give M2 = Q - S^2 / n, which is Chan's formula for
 merging (count, mean, M2), without the loss of digits that it would have in float32; and sums of a few float32 numbers
-are as a rule exact, in whatever order a collective adds them.
+are as a rule exact, in whatever order a collective adds them. LayerNorm of float64 would lose them, too, and takes a
+second all-reduce forward (core/moments.py).
 
 On a GPU the local arithmetic is that of the Triton kernels, two in each direction. Elsewhere, and without Triton, it is
 PyTorch operations in the compute type, except the sum of squares.
@@ -22,9 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernel_fusion.backends import eager, triton
+from kernel_fusion.backends import eager
 from kernel_fusion.backends.availability import is_dtensor, refusal, why_not_triton
 from kernel_fusion.core import checks
+from kernel_fusion.core.autocast import norm_dtype
+from kernel_fusion.core.moments import merged
 from kernel_fusion.core.spec import Stages, compute_dtype
 from kernel_fusion.core.stages import NormCall, compiled_in, norm_call, rows_in
 from kernel_fusion.errors import BackendUnavailableError
@@ -82,8 +85,7 @@ def _staged_row_norm(backend: str | None, groups: Groups, *args: Any) -> tuple[T
     if not checks.shaped(shape, *affine):
         # Raises, before ranks wait.
         eager.pytorch_row_norm(input, shape, *affine, c.eps, c.weight_offset, None, c.rms)
-    if c.out_dtype is None and triton.under_autocast(input):
-        c = c._replace(out_dtype=torch.float32)
+    c = c._replace(out_dtype=c.out_dtype or norm_dtype(input, c.rms))
     tensors = [t for t in (input, c.residual, *affine) if t is not None]
     on_gpu = input.device.type in ("cuda", "xpu") and why_not_triton(input.device) is None
     if backend == "triton" or (backend is None and on_gpu and not any(map(refusal, tensors))):
@@ -117,7 +119,7 @@ class _JoinedNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, weight: Tensor | None, bias: Tensor | None, norm: _Norm, groups: Groups) -> Tensor:
-        """One all-reduce: of the count, and for each row of one number (RMSNorm) or two."""
+        """One all-reduce, two for LayerNorm of float64: of the count and each row's one number (RMSNorm) or two."""
         mean, rstd, count = _statistics(h, norm, groups)
         ctx.norm, ctx.groups = norm, groups
         ctx.save_for_backward(h, weight, bias, mean, rstd, count)
@@ -160,6 +162,11 @@ def _statistics(h: Tensor, norm: _Norm, groups: Groups) -> tuple[Tensor | None, 
     wide = h.to(dtype)
     center = wide.sum(norm.dims, keepdim=True) / max(columns, 1)
     m2 = (wide - center).square().sum(norm.dims, keepdim=True).double()
+    if dtype == torch.float64:
+        parts = torch.cat([m2.flatten(), center.flatten(), count[None]])
+        moments, total = merged(partial(_all_reduce, groups), parts)
+        variance, mean, _ = moments.split([m2.numel(), m2.numel(), 1])
+        return mean.view(center.shape), torch.rsqrt(variance.view(center.shape) + norm.eps), total[0]
     center = center.double()
     sums, squares, total = _all_reduced([center * count, m2 + count * center.square()], groups, count)
     mean = sums / total

@@ -16,9 +16,9 @@ from torch.compiler import is_dynamo_compiling
 
 from kernel_fusion.backends import eager
 from kernel_fusion.backends.availability import is_foreign
-from kernel_fusion.backends.triton import under_autocast
 from kernel_fusion.config import check_backend_name, state
 from kernel_fusion.core import checks
+from kernel_fusion.core.autocast import norm_dtype
 from kernel_fusion.core.quantize import Quantize
 from kernel_fusion.core.stages import FIRST, Given
 from kernel_fusion.errors import BackendUnavailableError
@@ -40,7 +40,7 @@ def norm(
     input, residual, num_dims, weight, bias = args[:5]
     if quantize.per != "tensor" and num_dims != 1:
         raise checks.refusal(verb, "out_dtype", "normalized_shape", f", got {num_dims}")
-    out_dtype = args[7] or (torch.float32 if under_autocast(input) else input.dtype)
+    out_dtype = args[7] or norm_dtype(input, args[8]) or input.dtype
     args = *args[:7], out_dtype, *args[8:]
     route = _route(verb, "staged_row_norm", backend, quantize, (input, residual, weight, bias, row))
     expected = checks.parameter_shape(input, num_dims, Given(*args[FIRST:]).grouped, weight, bias)

@@ -69,8 +69,9 @@ def layer_norm(
         pre_activation: applied to x before it is normalised: one of `kernel_fusion.ACTIVATIONS`.
         activation: applied to the result, likewise.
         weight_offset: added to w in the compute type (1.0 for weights stored around zero); needs `weight`.
-        out_dtype: dtype of the result. None: float32 under CUDA autocast, else the input's. With a :class:`Quantize`
-            the result is a :class:`Quantized`, codes and scales.
+        out_dtype: dtype of the result. None: under CUDA autocast that of the installed PyTorch's norm (float32, but the
+            input's for RMSNorm before 2.12), else the input's. With a :class:`Quantize` the result is a
+            :class:`Quantized`, codes and scales.
         rounding: "once", where y is stored, or "hf", as Hugging Face's norms: the normalised value is rounded to the
             input's dtype, and that times weight plus bias, with a weight, to the promoted dtype of the two. Gradients
             pass straight through both.

@@ -77,7 +77,7 @@ class FusedGatedRMSNorm(Stages, nn.RMSNorm):
         return {name: getattr(self, name) for name in _GATING} | super()._stages()
 
     def forward(self, input: Tensor, gate: Tensor | None = None) -> Tensor:
-        """Normalise `input` and multiply by the gate, if there is one; under CUDA autocast the result is float32."""
+        """Normalise `input` and multiply by the gate, if there is one; autocast is followed as by PyTorch's norm."""
         if gate is None:
             refuse_lost(self, "gate", input)
         norm = self.normalized_shape, self.weight, self.eps

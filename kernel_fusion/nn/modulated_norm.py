@@ -59,7 +59,7 @@ class FusedModulatedLayerNorm(Stages, nn.LayerNorm):
         self._keep_out_of_fast_paths()
 
     def forward(self, input: Tensor, scale: Tensor, shift: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        """Normalise `input`, scale and shift it; under CUDA autocast the result is float32."""
+        """Normalise `input`, scale and shift it; under CUDA autocast the dtype is that of PyTorch's norm."""
         parameters = self.weight, self.bias, self.eps
         return modulated_layer_norm(
             input,

@@ -133,7 +133,7 @@ class FusedRMSNorm(Stages, nn.RMSNorm):
         self._keep_out_of_fast_paths()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise `x`; under CUDA autocast the result is float32."""
+        """Normalise `x`; under CUDA autocast the dtype is that of PyTorch's norm."""
         if is_scripting():
             extras = self.weight_offset, self.out_dtype, self.pre_activation, self.activation, self.rounding
             return script.norm(x, self.normalized_shape, self.weight, None, self.eps, True, extras)

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from kernel_fusion.core.autocast import widens
+
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -16,7 +18,8 @@ class CudaAutocast(TorchFunctionMode):
 
     WIDENED = frozenset(
         {"pow", "__pow__", "__rpow__", "square", "sum", "prod", "cumsum", "norm", "vector_norm", "rsqrt", "reciprocal"}
-        | {"__rtruediv__", "exp", "log", "softplus", "softmax", "layer_norm", "rms_norm", "group_norm"}
+        | {"__rtruediv__", "exp", "log", "softplus", "softmax", "layer_norm", "group_norm"}
+        | ({"rms_norm"} if widens("rms_norm", "cuda") else set())
     )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

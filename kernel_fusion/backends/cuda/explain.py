@@ -14,6 +14,7 @@ from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.backends.cuda.row_norm_plan import planned
 from kernel_fusion.backends.cuda.tuned import Facts
 from kernel_fusion.backends.cuda.user_table import path_of, users_table
+from kernel_fusion.core.autocast import widens
 from kernel_fusion.core.spec import dtype_name, rounding_for, torch_dtype
 from kernel_fusion.core.stages import compiled_in, of_verb
 
@@ -22,9 +23,10 @@ def plan_lines(verb: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
     """The plans of a norm of contiguous tensors, forward and backward with all gradients; no lines for others."""
     if not verb.endswith(("layer_norm", "rms_norm")):
         return ()
+    rms = verb.endswith("rms_norm")
     input, out_dtype, shape = (arguments[name] for name in ("input", "out_dtype", "normalized_shape"))
     if out_dtype is None and input.dtype.itemsize == 2 and torch.is_autocast_enabled("cuda"):
-        out_dtype = torch.float32
+        out_dtype = torch.float32 if widens("rms_norm" if rms else "layer_norm", "cuda") else None
     names = {name: _dtype(arguments.get(name)) for name in ("weight", "bias", "residual")}
     normalised = torch_dtype(names["residual"] or dtype_name(input.dtype))
     given = of_verb(arguments) | {"rounding": rounding_for(arguments["rounding"], normalised)}
@@ -34,7 +36,7 @@ def plan_lines(verb: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
         group_size or int(torch.Size((shape,) if isinstance(shape, int) else tuple(shape)).numel()),
         dtype_name(input.dtype),
         names["weight"],
-        rms=verb.endswith("rms_norm"),
+        rms=rms,
         y=dtype_name(out_dtype or input.dtype),
         residual=names["residual"],
         **compiled_in(given | {"grouped": given["grouped"] or of_columns}),

@@ -11,6 +11,7 @@ from torch import Tensor
 from kernel_fusion.backends.eager.dropout import dropout
 from kernel_fusion.core import checks
 from kernel_fusion.core.activations import formula
+from kernel_fusion.core.autocast import norm_dtype
 from kernel_fusion.core.spec import compute_dtype
 from kernel_fusion.core.stages import Given, NormCall, norm_call, rows_in
 
@@ -82,7 +83,8 @@ def staged_row_norm(*args: Any) -> tuple[Tensor, Tensor]:
         summed = (h + residual.to(wide)).to(residual.dtype)
         h = summed.to(wide)
     rounds_to = (input if residual is None else residual).dtype if s.rounding == "hf" else None
-    return after_norm(_normalize(h, c, rounds_to), s).to(c.out_dtype or input.dtype), summed
+    result = c.out_dtype or norm_dtype(input, c.rms) or input.dtype
+    return after_norm(_normalize(h, c, rounds_to), s).to(result), summed
 
 
 def _foreign(c: NormCall, shape: Sequence[int]) -> tuple[Tensor, Tensor]:

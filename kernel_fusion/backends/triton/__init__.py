@@ -11,26 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernel_fusion.core.autocast import norm_dtype
 from kernel_fusion.core.spec import compute_dtype
 
 
 def serve(name: str, *args: Any) -> Any:
     """The verb `name` on the Triton kernels, with an operator's arguments."""
+    if name == "staged_row_norm":
+        return _staged_row_norm(*args)
     if name not in ("layer_norm", "rms_norm"):
         return getattr(torch.ops.kernel_fusion, f"triton_{name}").default(*args)
     input, num_dims, weight, bias, eps, offset, out_dtype = args
     if eps is None:
         eps = torch.finfo(compute_dtype(input.dtype)).eps
-    if out_dtype is None and under_autocast(input):
-        out_dtype = torch.float32
-    staged = torch.ops.kernel_fusion.triton_staged_row_norm.default
-    rms = name == "rms_norm"
-    norm = num_dims, weight, bias, eps, offset, out_dtype, rms
-    return staged(input, None, *norm)[0]
+    norm = num_dims, weight, bias, eps, offset, out_dtype, name == "rms_norm"
+    return _staged_row_norm(input, None, *norm)[0]
 
 
-def under_autocast(input: Tensor) -> bool:
-    """Whether a norm returns float32, as PyTorch's do under autocast on a GPU."""
-    device = input.device.type
-    narrow = input.dtype in (torch.float16, torch.bfloat16)
-    return narrow and device != "cpu" and torch.is_autocast_enabled(device)
+def _staged_row_norm(*args: Any) -> tuple[Tensor, Tensor]:
+    out_dtype, rms = args[7:9]
+    args = *args[:7], out_dtype or norm_dtype(args[0], rms), *args[8:]
+    return torch.ops.kernel_fusion.triton_staged_row_norm.default(*args)  # type: ignore[no-any-return]

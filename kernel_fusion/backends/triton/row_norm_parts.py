@@ -22,6 +22,7 @@ from kernel_fusion.backends.triton.row_norm import Backward, launch_forward, req
 from kernel_fusion.backends.triton.row_norm_autograd import gradients, keep, kernel_backward, of_h
 from kernel_fusion.core import checks
 from kernel_fusion.core.activations import IDENTITY
+from kernel_fusion.core.moments import merged
 from kernel_fusion.core.spec import compute_dtype
 from kernel_fusion.core.stages import Given, NormCall, norm_call, other_row
 
@@ -43,6 +44,8 @@ def _sums(rows: Tensor, num_dims: int, rms: bool) -> Tensor:
 @operator("row_norm_moments")
 def moments(input: Tensor, residual: Tensor | None, num_dims: int, rms: bool, stages: Given) -> tuple[Tensor, Tensor]:
     """The sums of rows' squares, for LayerNorm those of values, and the number of columns; and h, as in forward.
+
+    LayerNorm of float64 has squared deviations from the part's mean, and this, as `core.moments.merged` takes them.
 
     The stages are those before the norm.
     """
@@ -131,7 +134,10 @@ class NormOfParts(torch.autograd.Function):
         first = s.gate if s.gate_first else None
         before = s._replace(activation=IDENTITY, rounding="once", grouped=grouped, gate=first)
         sums, h = torch.ops.kernel_fusion.triton_row_norm_moments(c.input, c.residual, c.num_dims, c.rms, *before)
-        join(sums)
+        if c.input.dtype == torch.float64 and not c.rms:
+            sums, _ = merged(join, sums)
+        else:
+            join(sums)
         after = c if c.residual is None else of_h(c, h)
         y, stats = torch.ops.kernel_fusion.triton_row_norm_apply(sums, *after.arguments)
         keep(ctx, c, h, stats)

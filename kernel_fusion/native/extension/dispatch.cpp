@@ -39,6 +39,7 @@ template void push(Stack& stack, const at::IntArrayRef& value);
 const c10::OperatorHandle& find_op(const char* name) {
   return *new c10::OperatorHandle(c10::Dispatcher::singleton().findSchemaOrThrow(name, ""));  // callers keep it for ever
 }
+bool has_kernel(const char* name, c10::DispatchKey key) { return find_op(name).hasKernelForDispatchKey(key); }
 
 NewStack::NewStack(size_t capacity) : stack_(new Stack) { stack_->reserve(capacity); }
 NewStack::~NewStack() { delete stack_; }

@@ -54,6 +54,7 @@ template <class... Each> struct Results<std::tuple<Each...>> {
 // ---- Calls ----------------------------------------------------------------------------------------------------------------
 
 const c10::OperatorHandle& find_op(const char* name);
+bool has_kernel(const char* name, c10::DispatchKey key);
 
 class NewStack {
   Stack* const stack_;

@@ -195,11 +195,18 @@ void make_history(const ForwardCall& call, const Tensor& y, const Tensor& stats,
 
 // ---- The verbs -----------------------------------------------------------------------------------------------------
 
-// An argument of a norm under autocast, which returns fp32 like torch.nn's. Its input is not copied to fp32 first.
-template <class Argument> Argument under_autocast(Argument argument, const Tensor& input) {
+// Whether autocast runs the installed PyTorch's norm in fp32: RMSNorm since 2.12 (core/autocast.py).
+bool is_widened(bool rms) {
+  static const bool layer_norm = has_kernel("aten::layer_norm", c10::DispatchKey::AutocastCUDA),
+                    rms_norm = has_kernel("aten::rms_norm", c10::DispatchKey::AutocastCUDA);
+  return rms ? rms_norm : layer_norm;
+}
+
+// An argument of a norm under autocast, which returns what torch.nn's does. Its input is not copied to fp32 first.
+template <class Argument> Argument under_autocast(Argument argument, const Tensor& input, bool rms) {
   if constexpr (std::is_same_v<Argument, OptionalDtype>) {
     const bool narrow = input.scalar_type() == at::kHalf || input.scalar_type() == at::kBFloat16;
-    return !argument && narrow ? at::kFloat : argument;
+    return !argument && narrow && is_widened(rms) ? at::kFloat : argument;
   } else {
     return argument;
   }
@@ -233,7 +240,8 @@ struct Verb<name, Result, make> {
 
   static Result autocast(c10::DispatchKeySet, const Tensor& input, Rest... rest) {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
-    return call_boxed<Result>(op(), input, under_autocast<Rest>(rest, input)...);
+    const bool rms = make(input, rest...).rms;
+    return call_boxed<Result>(op(), input, under_autocast<Rest>(rest, input, rms)...);
   }
 };
 

@@ -97,8 +97,12 @@ def given_scale(ptr, C: tl.constexpr):
 
 
 @triton.jit
-def store_codes(vs, scale, to, v_row, row_mask, start, col, num_cols, C: tl.constexpr):
-    """Codes of rows in tiles side by side, 0 outside the row; and scales, unless `scale` is theirs."""
+def store_codes(vs, scale, to, v_row, row_mask, start, col, num_cols, C: tl.constexpr, VECTOR: tl.constexpr = 16):
+    """Codes of rows in tiles side by side, 0 outside the row; and scales, unless `scale` is theirs.
+
+    A thread stores VECTOR codes at a time. The compiler gives all tiles the columns of the longest vectors, and so the
+    order of a row's sums follows from them.
+    """
     codes_ptr, scales_ptr, num_rows, row = to
     HEIGHT: tl.constexpr = vs[0].shape[0]
     WIDTH: tl.constexpr = vs[0].shape[1]
@@ -124,7 +128,8 @@ def store_codes(vs, scale, to, v_row, row_mask, start, col, num_cols, C: tl.cons
             codes = tl.reshape(encode(parts, divisor(s[:, :, None]), C), [HEIGHT, WIDTH])
         else:
             codes = encode(vs[i], scale, C)
-        tl.store(codes_ptr + v_row + at, codes, mask=row_mask & within(at, num_cols, C.exact))
+        offset = tl.max_contiguous(v_row + at, [1, VECTOR])
+        tl.store(codes_ptr + offset, codes, mask=row_mask & within(at, num_cols, C.exact))
 
 
 @triton.jit

@@ -220,7 +220,9 @@ def _whole_rows(pointers, parameters, results, rows, row_mask, start, col, num_c
         if C.codes != "":
             ys = ys + (tl.where(mask, y.to(y_ptr.dtype.element_ty).to(tl.float32), 0.0),)
     if C.codes != "":
-        store_codes(ys, given_scale(codes[1], C), codes, y_row, row_mask, start, col, num_cols, C)
+        # As many as of y, so that its sums are those of the norm without codes.
+        VECTOR: tl.constexpr = 128 // y_ptr.dtype.element_ty.primitive_bitwidth
+        store_codes(ys, given_scale(codes[1], C), codes, y_row, row_mask, start, col, num_cols, C, VECTOR)
     return mean, rstd
 
 
@@ -246,10 +248,15 @@ def _rows(pointers, parameters, results, number, here, lengths, strides, counts,
     else:
         mean, rstd = _whole_rows(pointers, parameters, written, rows, row_mask, start, col, num_cols, count, each, C)
     if C.part:
-        # The variance replaces rstd. In float64 moments move to zero without loss of digits.
+        # The variance replaces rstd. In float64, moments of float32 move to zero without loss of digits.
         shift = mean.to(tl.float64)
-        squares = (rstd.to(tl.float64) + shift * shift) * count.to(tl.float64)
-        store_sums(stats_ptr, row, all_rows, num_cols, row_mask, (squares, shift * count.to(tl.float64)), C)
+        number_of = count.to(tl.float64)
+        if C.wide and not C.rms:
+            squares = rstd * number_of
+        else:
+            squares = (rstd.to(tl.float64) + shift * shift) * number_of
+            shift = shift * number_of
+        store_sums(stats_ptr, row, all_rows, num_cols, row_mask, (squares, shift), C)
     elif C.stats:
         store_statistics(stats_ptr, row, all_rows, row_mask, (mean, rstd), C)
 
@@ -273,7 +280,7 @@ def _joined(pointers, parameters, results, number, here, lengths, strides, C: tl
     h = normalised(pointers, (h_row + at, other_row + at), at, y_row + start, (mask, col_mask), C, C.block, True)
     vectors = weight_and_bias(parameters, at, col_mask, C)
     variance, mean = means_over_ranks(sums_ptr, row, all_rows, row_mask, C)
-    if not C.rms:
+    if not C.rms and not C.wide:
         variance -= mean * mean
         variance = tl.where(variance < 0.0, 0.0, variance)
     mean = mean.to(C.acc)
@@ -320,8 +327,9 @@ def row_norm_fwd(
     """y, h where there is a residual, and the statistics if C.stats.
 
     `num_rows` is that of samples, each of which has a row in every group. C.part: h, and instead of statistics the sums
-    of squares and of values. C.joined: these, added up over the ranks, take the place of h, and y comes of them.
-    C.codes: codes of y, and instead of statistics their scales, which may be given.
+    of squares and of values, or for LayerNorm of float64 of squared deviations, and the mean. C.joined: these of all
+    ranks take the place of h, and y comes of them. C.codes: codes of y, and instead of statistics their scales,
+    which may be given.
     """
     num_cols = col_units * C.unit
     # Divided before anything is waited for; the compiler would move an approximate division between the sums.
