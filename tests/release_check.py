@@ -37,6 +37,7 @@ ROOT = Path(__file__).parents[1]
 _OLDEST = 10  # the minor version of Python
 _LARGEST_WHEEL = 5e6  # bytes
 _LIMITS = {"import": 0.15, "forward": 0.1, "backward": 0.1}  # seconds of CPU time, of the import beyond PyTorch's
+_RUNS = 3
 _PAGE = ROOT / "docs" / "stability.md"
 
 # What manylinux_2_34 has, and what PyTorch's own process has loaded.
@@ -147,20 +148,22 @@ def problems_of_wheel(wheel: Path) -> Iterator[str]:
                 yield from problems(library) + too_new(library)
 
 
-def first_calls(python: str, wheel: Path, folder: Path) -> dict[str, Any]:
+def first_calls(python: str, wheel: Path, folder: Path, *, compares: bool) -> dict[str, Any]:
     """What `FIRST_CALLS` says of a wheel beside a PyTorch, without a compiler, and whether a build has its bits."""
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--target"]
     subprocess.run([*install, str(folder / "site"), str(wheel)], check=True)
     environment = {**os.environ, "KERNEL_FUSION_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": str(folder / "site")}
     environment["OMP_WAIT_POLICY"] = "passive"  # threads that wait take no time
-    answers = {}
-    for name, changes in (("wheel", {"PATH": "/nonexistent", "CXX": ""}), ("built", {"KERNEL_FUSION_BUILD": "1"})):
-        environment.pop("KERNEL_FUSION_BUILD", None)
-        for _ in range(2 if name == "wheel" else 1):  # the first run compiles the package's Python
-            command, settings = [python, "-c", FIRST_CALLS], environment | changes
-            ran = subprocess.run(command, cwd=folder, env=settings, check=True, capture_output=True, text=True)
-        answers[name] = json.loads(ran.stdout) | {"stderr": ran.stderr}
-    return answers["wheel"] | {"same_bits": answers["wheel"]["bits"] == answers["built"]["bits"]}
+    environment.pop("KERNEL_FUSION_BUILD", None)
+
+    def run(**changes: str) -> dict[str, Any]:
+        command, settings = [python, "-c", FIRST_CALLS], environment | changes
+        ran = subprocess.run(command, cwd=folder, env=settings, check=True, capture_output=True, text=True)
+        return dict(json.loads(ran.stdout)) | {"stderr": ran.stderr}
+
+    runs = [run(PATH="/nonexistent", CXX="") for _ in range(_RUNS)]  # the first one also compiles the package's Python
+    answer = runs[0] | {"seconds": {name: min(each["seconds"][name] for each in runs) for name in _LIMITS}}
+    return answer | {"same_bits": run(KERNEL_FUSION_BUILD="1")["bits"] == answer["bits"] if compares else None}
 
 
 def shortcomings(answer: Mapping[str, Any]) -> list[str]:
@@ -168,33 +171,36 @@ def shortcomings(answer: Mapping[str, Any]) -> list[str]:
     seconds = answer["seconds"]
     found = [f"{name} took {seconds[name] * 1e3:.0f} ms" for name, limit in _LIMITS.items() if seconds[name] > limit]
     found += ["another library ran"] * (not answer["from_wheel"]) + [answer["stderr"]] * bool(answer["stderr"])
-    return found + ["other bits than those of the built library"] * (not answer["same_bits"])
+    return found + ["other bits than those of the built library"] * (answer["same_bits"] is False)
 
 
-def _write_table(answers: list[dict[str, Any]]) -> None:
-    lines = ["| PyTorch | import, ms | first forward, ms | first backward, ms | bits of the built library |"]
-    lines.append("| --- | --- | --- | --- | --- |")
-    for answer in answers:
-        times = [f"{answer['seconds'][name] * 1e3:.0f}" for name in _LIMITS]
-        lines.append(f"| {' | '.join([answer['torch'], *times, 'yes' if answer['same_bits'] else 'no'])} |")
-    page = _PAGE.read_text()
-    start, end = "<!-- first calls -->\n\n", "\n\n<!-- end -->"
-    before, _, rest = page.partition(start)
-    _PAGE.write_text(before + start + "\n".join(lines) + end + rest.partition(end)[2])
+def _write_row(answer: Mapping[str, Any]) -> None:
+    """Put what was found beside one PyTorch into the table, which keeps the other versions' rows."""
+    head = ["| PyTorch | import, ms | first forward, ms | first backward, ms | bits of the built library |"]
+    head.append("| --- | ---: | ---: | ---: | --- |")
+    times = [f"{answer['seconds'][name] * 1e3:.0f}" for name in _LIMITS]
+    bits = {True: "yes", False: "no", None: "not compared"}[answer["same_bits"]]
+    start, end = "<!-- first calls -->\n\n", "<!-- end -->"
+    before, _, rest = _PAGE.read_text().partition(start)
+    old, _, after = rest.partition(end)
+    rows = {line.split()[1]: line for line in old.strip().splitlines()[2:]}
+    rows[answer["torch"]] = f"| {' | '.join([answer['torch'], *times, bits])} |"
+    _PAGE.write_text(before + start + "\n".join([*head, *(rows[name] for name in sorted(rows))]) + f"\n\n{end}{after}")
 
 
-def beside(pythons: list[str], wheel: Path, *, table: bool) -> int:
+def beside(pythons: list[str], wheel: Path, *, compares: bool = True, table: bool = False) -> int:
     """Try a wheel beside the PyTorch of each interpreter; 1 if something is wrong."""
-    answers, failed = [], list(problems_of_wheel(wheel))
+    failed = list(problems_of_wheel(wheel))
     print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.2f} MB, {'; '.join(failed) or 'needs what its platform has'}")
     for python in pythons:
         with tempfile.TemporaryDirectory() as folder:
-            answers.append(first_calls(python, wheel, Path(folder)))
-        wrong = shortcomings(answers[-1])
-        print(f"torch {answers[-1]['torch']}: {'; '.join(wrong) or 'good'}, {answers[-1]['seconds']}", flush=True)
+            answer = first_calls(python, wheel, Path(folder), compares=compares)
+        wrong = shortcomings(answer)
+        same = f"same bits as a build's: {answer['same_bits']}"
+        print(f"torch {answer['torch']}: {'; '.join(wrong) or 'good'}, {answer['seconds']}, {same}", flush=True)
         failed += wrong
-    if table:
-        _write_table(answers)
+        if table:
+            _write_row(answer)
     return int(bool(failed))
 
 
@@ -233,7 +239,7 @@ def _for_linux(pure: Path, folder: Path) -> int:
     import release_wheel
 
     sealed = dict(release_wheel.libraries_here())
-    return beside([sys.executable], release_wheel.with_libraries(pure, sealed, platform.machine(), folder), table=False)
+    return beside([sys.executable], release_wheel.with_libraries(pure, sealed, platform.machine(), folder))
 
 
 def main() -> int:
@@ -247,10 +253,12 @@ def main() -> int:
     parser.add_argument("--torch", help="versions such as 2.11.0,2.13.0; default: the pinned one, and the oldest")
     parser.add_argument("--wheel", type=Path, help="a wheel of `make wheel` to try instead")
     parser.add_argument("--beside", help="interpreters with a PyTorch each, to try that wheel with")
+    parser.add_argument("--no-build", action="store_true", help="compare no bits with a library that is built there")
     parser.add_argument("--table", action="store_true", help="write what was found into docs/stability.md")
     arguments = parser.parse_args()
     if arguments.wheel:
-        return beside(arguments.beside.split(","), arguments.wheel.resolve(), table=arguments.table)
+        interpreters, compares = arguments.beside.split(","), not arguments.no_build
+        return beside(interpreters, arguments.wheel.resolve(), compares=compares, table=arguments.table)
     there = pythons()
     chosen = arguments.python.split(",") if arguments.python else list(there)
     if missing := set(chosen) - set(there):

@@ -96,9 +96,19 @@ def libraries(folders: Mapping[str, Path], machine: str, variants: Sequence[str]
                 units = build.host_units(cores, torch_at)
             maps = [f"-ffile-prefix-map={path}={path.name}" for path in (torch_at, build.NATIVE, folder)]
             own = soname if each == prebuilt.KERNELS else f"kernel_fusion-{each}.so"
-            link = [*kernels, f"-L{lib}", "-lc10", "-ltorch_cpu", "-s", "-Wl,-z,now", f"-Wl,-soname,{own}"]
+            # The symbols of the kernels are weak, and stand-ins have none.
+            link = [
+                "-Wl,--no-as-needed",
+                *kernels,
+                f"-L{lib}",
+                "-lc10",
+                "-ltorch_cpu",
+                "-s",
+                "-Wl,-z,now",
+                f"-Wl,-soname,{own}",
+            ]
             made = build.compile_library([*compiler, *maps], units, link, folder, print)
-            kernels = kernels or ["-Wl,--no-as-needed", str(made), "-Wl,--as-needed"]  # its symbols are weak
+            kernels = kernels or [str(made)]
             yield each, cache.seal(made.read_bytes(), prebuilt.key_of(each, machine, sources))
 
 
