@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from kernel_fusion.cli.table import rows_of
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 H200, H100 = RESULTS / "nvidia-h200", RESULTS / "nvidia-h100"
@@ -24,14 +26,10 @@ def cells_of(file: str, *keys: str, folder: Path = H200) -> dict[tuple[Any, ...]
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """A table in Markdown; what is no number is on the left."""
-    names = ("model", "call", "operation", "chain", "kernels", "run")
-    first = "---" if head[0].startswith(names) or "thread" in head[0] else "---:"
-    yield "| " + " | ".join(head) + " |"
-    yield f"| {first} |" + "".join(
-        " --- |" if name in ("shape here", "day", "machine", "command") else " ---: |" for name in head[1:]
-    )
-    for row in rows:
-        yield "| " + " | ".join(row) + " |"
+    left = {"shape here", "day", "machine", "command"}
+    if head[0].startswith(("model", "call", "operation", "chain", "kernels", "run")) or "thread" in head[0]:
+        left.add(head[0])
+    yield from rows_of(head, rows, left)
     yield ""
 
 

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map_only
 import kernel_fusion as kf
 from kernel_fusion.cli import machine
 from kernel_fusion.cli.model_calls import default_dtype
+from kernel_fusion.cli.table import rows_of
 from kernel_fusion_bench.timing import num_threads
 
 DRAWS = 16  # one draw says little about a scalar's error
@@ -358,18 +359,14 @@ def _versions() -> str:
 def _section(outcomes: list[Outcome]) -> list[str]:
     """The checks of a task's models, and a row for each model."""
     checks = [name for name in _CHECKS if any(name in o.checks for o in outcomes)]
-    rows = [
-        ", ".join(checks),
-        "",
-        f"| {' | '.join(('model', *_COUNTS, 'except'))} |",
-        f"| --- |{' ---: |' * len(_COUNTS)} --- |",
-    ]
+    rows = []
     for o in outcomes:
         counts = [str(o.replaced.get(name) or "") for name in _COUNTS]
         exceptions = [f"no {name}" for name in checks if name not in o.checks]
         exceptions += [f"fails {name}" for name, reason in o.checks.items() if reason]
-        rows.append(f"| {' | '.join((o.name, *counts, ', '.join(exceptions)))} |")
-    return rows
+        rows.append((o.name, *counts, ", ".join(exceptions)))
+    columns = ("model", *_COUNTS, "except")
+    return [", ".join(checks), "", *rows_of(columns, rows, ("model", "except"))]
 
 
 def _left(outcomes: list[Outcome]) -> list[str]:

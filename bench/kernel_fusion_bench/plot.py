@@ -103,9 +103,7 @@ def _speedups(results: Results) -> Iterator[Picture]:
 
     def draw(axes: Axes, cells: Cells, look: Styles) -> None:
         _across(axes, cells, {p: style for p, style in look.items() if p not in beside}, ratio, "{:.2f}×")
-        style = look[REFERENCE]
-        axes.axvline(1.0, color=style.color, linewidth=1.5, linestyle="dashed", label=style.label, zorder=2.5)
-        axes.set_xlabel("times as fast as PyTorch (higher is better)")
+        _mark_pytorch(axes, look[REFERENCE])
 
     def comparable(group: str, dtype: str) -> Panels:
         timed = _timed(results, group, dtype)
@@ -115,6 +113,34 @@ def _speedups(results: Results) -> Iterator[Picture]:
         }
 
     return _figures(results, "speedup", "speed-up over PyTorch", comparable, draw)
+
+
+def _mark_pytorch(axes: Axes, style: Style) -> None:
+    axes.axvline(1.0, color=style.color, linewidth=1.5, linestyle="dashed", label=style.label, zorder=2.5)
+    axes.set_xlabel("times as fast as PyTorch (higher is better)")
+
+
+def speedup_picture(title: str, note: str, rows: Mapping[str, Mapping[str, float]]) -> Figure:
+    """A figure of speed-ups over PyTorch that were chosen by hand, as the documentation has them.
+
+    Args:
+        title: a line above the bars.
+        note: a line below the title, such as where it was measured.
+        rows: by their names, the speed-up in each direction, or of each other kind; all have the same kinds.
+    """
+    from matplotlib.figure import Figure
+
+    kinds = list(next(iter(rows.values())))
+    look = {kind: Style(color, "o", hatch, kind) for kind, color, hatch in zip(kinds, _OURS, _HATCHES, strict=False)}
+    figure = Figure(figsize=(6.6, 1.6 + 0.42 * len(rows)), layout="constrained", dpi=110)
+    axes = figure.subplots()
+    values = {kind: {name: speedups[kind] for name, speedups in rows.items()} for kind in kinds}
+    _bars(axes, dict(zip(rows, rows, strict=True)), values, look, "{:.1f}×")
+    _mark_pytorch(axes, Style(_ORANGE, "", "", "PyTorch"))
+    axes.set_xlim(left=0)
+    figure.legend(loc="outside lower center", ncols=len(kinds) + 1, frameon=False)
+    figure.suptitle(f"{title}\n{note}", x=0.01, ha="left", fontsize=9, fontweight="bold")
+    return figure
 
 
 def _times(results: Results) -> Iterator[Picture]:
@@ -323,16 +349,34 @@ def _by_direction(results: Results, group: str, dtype: str, wanted: Callable[[Me
 
 
 def _across(axes: Axes, cells: Cells, look: Styles, value: Values, text: str) -> dict[tuple[str, str], float]:
-    """Draw a row per cell, with a bar per contender, or dots if there are many rows; returns the heights."""
-    dots = len(cells) > _MANY
+    """Draw a row per cell, with a bar or dot for the value of each contender; returns the heights."""
     found = {p: {label: value(cell, p) for label, cell in cells.items() if p in cell} for p in look}
-    found = {p: values for p, values in found.items() if any(x is not None for x in values.values())}
+    return _bars(axes, dict(zip(cells, row_names(cells), strict=True)), found, look, text)
+
+
+def _bars(
+    axes: Axes, rows: Mapping[str, str], values_of: Mapping[str, Mapping[str, float | None]], look: Styles, text: str
+) -> dict[tuple[str, str], float]:
+    """Draw a row per label with a bar for each of several series, or dots if there are many rows.
+
+    Args:
+        axes: where to draw.
+        rows: the names of the rows, by label.
+        values_of: by series, the values by label; None is a noisy one.
+        look: how each series is drawn.
+        text: the format of a bar's number.
+
+    Returns:
+        the heights, by label and series.
+    """
+    dots = len(rows) > _MANY
+    found = {p: values for p, values in values_of.items() if any(x is not None for x in values.values())}
     thickness, middle = 0.8 / max(1, len(found)), (len(found) - 1) / 2
     where: dict[tuple[str, str], float] = {}
     for index, (provider, values) in enumerate(found.items()):
-        rows = {label: at + (0 if dots else (index - middle) * thickness) for at, label in enumerate(cells)}
-        points = [(rows[label], x) for label, x in values.items() if x is not None]
-        where |= {(label, provider): rows[label] for label, x in values.items() if x is not None}
+        heights = {label: at + (0 if dots else (index - middle) * thickness) for at, label in enumerate(rows)}
+        points = [(heights[label], x) for label, x in values.items() if x is not None]
+        where |= {(label, provider): heights[label] for label, x in values.items() if x is not None}
         ys, xs = zip(*points, strict=True)
         style = look[provider]
         if dots:
@@ -343,17 +387,17 @@ def _across(axes: Axes, cells: Cells, look: Styles, value: Values, text: str) ->
             shape = {"height": thickness, "hatch": style.hatch, "edgecolor": "white", "linewidth": 0.3}
             bars = axes.barh(ys, xs, color=style.color, label=style.label, **shape)
             axes.bar_label(bars, [text.format(x) for x in xs], padding=3, fontsize=7)
-            _note(axes, [rows[label] for label, x in values.items() if x is None])
+            _note(axes, [heights[label] for label, x in values.items() if x is None])
     drawn = {label for label, _ in where}
-    _note(axes, [at for at, label in enumerate(cells) if label not in drawn and (dots or not found)])
+    _note(axes, [at for at, label in enumerate(rows) if label not in drawn and (dots or not found)])
     numbers = [x for values in found.values() for x in values.values() if x is not None]
     if dots and numbers and min(numbers) > 0 and max(numbers) > _WIDE_RANGE * min(numbers):
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:g}")
     else:
         axes.margins(x=0.16)
-    axes.set_yticks(range(len(cells)), row_names(cells), fontsize=8)
-    axes.set_ylim(len(cells) - 0.4, -0.6)
+    axes.set_yticks(range(len(rows)), [*rows.values()], fontsize=8)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.label_outer()
     _tidy(axes)
     return where

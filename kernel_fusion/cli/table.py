@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -16,10 +16,14 @@ class Table:
 
 
 def markdown(table: Table) -> list[str]:
-    """The lines of a table under its title."""
-    lines = ["", f"## {table.title}", "", _row(table.columns)]
-    lines += [_row(["---", *["---:"] * (len(table.columns) - 1)])]
-    return lines + [_row(row) for row in table.rows]
+    """The lines of a table under its title; columns after the first hold numbers."""
+    return ["", f"## {table.title}", "", *rows_of(table.columns, table.rows, table.columns[:1])]
+
+
+def rows_of(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[str]) -> list[str]:
+    """The lines of a table in Markdown; the columns named in `left` are aligned there, others on the right."""
+    marks = ["---" if name in left else "---:" for name in columns]
+    return [_row(columns), _row(marks), *map(_row, rows)]
 
 
 def _row(cells: Sequence[str]) -> str:
