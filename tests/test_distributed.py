@@ -87,6 +87,43 @@ def test_samples_and_their_rows_stay(ranks: Ranks) -> None:
     ranks(_check_samples)
 
 
+def _check_single(device: str) -> None:
+    plain = [torch.randn(*shape, device=device) for shape in ((4, 3, _COLS), (4, 1, _COLS), (1, _COLS))]
+    spreads = [spread(t, Shard(d)) for t, d in zip(plain, (0, 1, 0), strict=True)]
+    made = []
+    for tensors in (spreads, plain):
+        x, scale, mask = (t.requires_grad_() for t in tensors)
+        y = kf.modulated_rms_norm(x, _COLS, scale, scale)
+        z = kf.softmax(x, mask=mask)
+        made.append([y, z, *torch.autograd.grad(y.square().sum() + z.square().sum(), [x, scale, mask])])
+    for one, other in zip(*made, strict=True):
+        torch.testing.assert_close(whole(one), other)
+
+
+def test_a_shard_of_a_single_row(ranks: Ranks) -> None:
+    """What broadcasts may be sharded along the dimension of size 1 that does, as PyTorch's operations allow."""
+    ranks(_check_single)
+
+
+def _check_groups(device: str) -> None:
+    of = mesh(device, 1, dist.get_world_size())
+    x, gate, weight = (torch.randn(*shape, device=device) for shape in ((4, 8), (4, 8), (8,)))
+    for rows in ((Shard(0), Replicate()), (Shard(1), Shard(1))):
+        spreads = [*(spread(t, *rows, of=of) for t in (x, gate)), spread(weight, Shard(0), Shard(0), of=of)]
+        made = []
+        for x_, gate_, weight_ in (spreads, (x, gate, weight)):
+            tensors = [t.detach().requires_grad_() for t in (x_, gate_, weight_)]
+            y = kf.gated_rms_norm(tensors[0], tensors[1], 8, tensors[2], group_size=4)
+            made.append([y, *torch.autograd.grad(y.square().sum(), tensors)])
+        for one, other in zip(*made, strict=True):
+            torch.testing.assert_close(whole(one), other)
+
+
+def test_groups_of_columns_on_two_dimensions_of_a_mesh(ranks: Ranks) -> None:
+    """With `group_size`, several dimensions of the mesh may shard the columns and a weight."""
+    ranks(_check_groups)
+
+
 def _check_columns(device: str) -> None:
     x, bias, gate = torch.randn(4, _COLS), torch.randn(_COLS), torch.randn(4, _COLS)
     x, bias, gate = (t.to(device).requires_grad_() for t in (x, bias, gate))

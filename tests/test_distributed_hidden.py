@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -304,6 +305,50 @@ def _check_module(device: str) -> None:
 def test_feature_parallel_norm(ranks: Ranks) -> None:
     """A residual norm under `FeatureParallel` norms the whole rows of its parts."""
     ranks(_check_module)
+
+
+def _changes_nothing(graph: torch.fx.GraphModule) -> list[str]:
+    """Conversions in the graphs of autograd functions whose result has the dtype that its operand has."""
+    bodies = [m for name, m in graph.named_modules() if "_body_" in name and isinstance(m, torch.fx.GraphModule)]
+    assert bodies, graph.print_readable(print_output=False)
+    calls = (node for body in bodies for node in body.graph.nodes if node.op == "call_method" and node.target == "to")
+    dtypes = ((str(node), *(n.meta["example_value"].dtype for n in (node, node.args[0]))) for node in calls)
+    return [name for name, result, operand in dtypes if result == operand]
+
+
+def _check_compiled(device: str, dtype: torch.dtype, rounding: str) -> None:
+    graphs = []
+
+    def compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    def function(*tensors: Tensor) -> list[Tensor]:
+        x, residual, weight = tensors
+        how: dict[str, Any] = {"group": dist.group.WORLD, "rounding": rounding}
+        y, h = kf.add_rms_norm(x, residual, 16, weight, **how)
+        return [y, h, kf.layer_norm(h, 16, weight, **how)]
+
+    tensors = [torch.randn(*shape, 16, device=device, dtype=dtype, requires_grad=True) for shape in ((4,), (4,), ())]
+    dys = [torch.randn(4, 16, device=device, dtype=dtype) for _ in range(3)]
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend=compiler)
+    made = []
+    for call in (compiled, function):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Dynamo's own
+            ys = call(*tensors)
+        made.append([*ys, *torch.autograd.grad(ys, tensors, dys)])
+    for one, other in zip(*made, strict=True):
+        torch.testing.assert_close(one, other)
+    assert [node for graph in graphs for node in _changes_nothing(graph)] == []
+
+
+@pytest.mark.parametrize("rounding", ["once", "hf"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_compiled(ranks: Ranks, dtype: torch.dtype, rounding: str) -> None:
+    """A full graph has the eager gradients, and no conversion behind which PyTorch 2.11 would lose them."""
+    ranks(_check_compiled, dtype, rounding)
 
 
 def _check_autocast(device: str) -> None:

@@ -351,6 +351,29 @@ def test_a_fork_waits_while_a_compiler_starts() -> None:
     assert python(code).stdout.split() == ["0"]
 
 
+_INTERRUPTED = """
+    import torch, kernel_fusion as kf
+    from kernel_fusion.native import library
+    def interrupted(because):
+        raise KeyboardInterrupt
+    library.open_built = interrupted
+    linear = torch.nn.Linear(8, 8)
+    for call in (lambda: kf.rms_norm(torch.randn(2, 8), 8), lambda: kf.rms_norm(linear(torch.randn(2, 8)), 8).sum()):
+        try:
+            call()
+            print("went on")
+        except Exception as error:
+            print(type(error).__name__)
+        except KeyboardInterrupt:
+            print("interrupted")
+"""
+
+
+def test_ctrl_c_while_the_extension_is_built() -> None:
+    """Ctrl-C during the build of a first use is no error that a loop over bad batches would pass over."""
+    assert python(_INTERRUPTED, env={"KERNEL_FUSION_BUILD": "1"}).stdout.split() == ["interrupted"] * 2
+
+
 def test_first_use_at_exit(compiler: StandIn) -> None:
     """When the interpreter shuts down and starts no threads any more, the extension is built all the same."""
     code = """

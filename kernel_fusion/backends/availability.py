@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from functools import cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +20,16 @@ from kernel_fusion.core import checks
 PLAIN_TENSORS = frozenset({Tensor, Parameter, Buffer})
 # Subclasses that stand for a plain tensor during tracing.
 _TRACING_TENSORS = (FakeTensor, FunctionalTensor)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def constant(function: _Function) -> _Function:
+    """Mark a function whose answer tracers take, instead of following into it.
+
+    As torch.compiler.assume_constant_result, whose import is slow.
+    """
+    setattr(function, "_dynamo_marked_constant", True)  # noqa: B010
+    return function
 
 
 @cache  # the answer never changes once the extension is loaded
@@ -39,6 +51,7 @@ def why_not_cuda(device: torch.device | None) -> str | None:
     return None
 
 
+@constant
 def why_not_triton(device: torch.device | None) -> str | None:
     """The same for the Triton kernels."""
     if not _has_triton():

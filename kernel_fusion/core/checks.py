@@ -13,6 +13,7 @@ from kernel_fusion.core.activations import ACTIVATIONS, IDENTITY
 from kernel_fusion.core.quantize import Quantize
 from kernel_fusion.core.spec import ROUNDINGS, ROWS, VERBS
 from kernel_fusion.core.stages import NormCall
+from kernel_fusion.core.symbols import alike, broadcasts
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MASKS = (torch.bool, *FLOATING)
@@ -105,7 +106,7 @@ def not_float8(operation: str, *dtypes: torch.dtype) -> None:
 
 def shaped(shape: Sequence[Any], *tensors: Tensor | None) -> bool:
     """Whether all these tensors, as far as they are given, have this shape."""
-    return all(t is None or list(t.shape) == list(shape) for t in tensors)
+    return all(t is None or alike(t.shape, shape) for t in tensors)
 
 
 def parameter_shape(input: Tensor, num_dims: int, grouped: bool, *parameters: Tensor | None) -> list[int]:
@@ -115,8 +116,8 @@ def parameter_shape(input: Tensor, num_dims: int, grouped: bool, *parameters: Te
     if not grouped or given is None or not num_dims <= given.dim() <= input.dim():
         return shape
     leading = zip(given.shape, input.shape[input.dim() - given.dim() : input.dim() - num_dims], strict=False)
-    broadcasts = all(size in (1, rows) for size, rows in leading)
-    return list(given.shape) if broadcasts and list(given.shape[given.dim() - num_dims :]) == shape else shape
+    fits = all(broadcasts(size, rows) for size, rows in leading)
+    return list(given.shape) if fits and alike(given.shape[given.dim() - num_dims :], shape) else shape
 
 
 def row_norm(
@@ -152,7 +153,7 @@ def other_row(verb: str, argument: str, input: Tensor, other: Tensor | None) -> 
     """Raise unless `other` has the shape and device of the input, and a dtype that may be mixed with its dtype."""
     if other is None:
         return
-    if other.shape != input.shape:
+    if not alike(other.shape, input.shape):
         raise RuntimeError(
             f"`{verb}`: `{argument}` must have the shape of `input`, {list(input.shape)}, got {list(other.shape)}"
         )
@@ -166,8 +167,8 @@ def modulation(verb: str, argument: str, value: Tensor | None, input: Tensor, nu
     tensor(verb, argument, value)
     shape, leading = list(input.shape[input.dim() - num_dims :]), value.dim() - num_dims
     own = zip(reversed(value.shape[: max(0, leading)]), reversed(input.shape[: input.dim() - num_dims]), strict=False)
-    fits = 0 <= leading <= input.dim() - num_dims and list(value.shape[leading:]) == shape
-    if not fits or not all(size in (1, rows) for size, rows in own):
+    fits = 0 <= leading <= input.dim() - num_dims and alike(value.shape[leading:], shape)
+    if not fits or not all(broadcasts(size, rows) for size, rows in own):
         of_samples = [input.shape[0], *[1] * (input.dim() - num_dims - 1), *shape]
         hint = f"; for one per sample, view it as {of_samples}" if list(value.shape) == [input.shape[0], *shape] else ""
         raise RuntimeError(

@@ -12,6 +12,8 @@ from itertools import pairwise
 
 from torch import Tensor
 
+from kernel_fusion.core.symbols import known, possible
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -33,8 +35,8 @@ def groups_of(input: Sequence[int], parameter: Sequence[int], num_dims: int) -> 
     """
     leading = list(input[: len(input) - num_dims])
     own = [1] * (len(input) - len(parameter)) + list(parameter[: len(parameter) - num_dims])
-    # Whether the parameters have each dimension in which there are several rows. A tracer's comparison is no bool.
-    has = [(bool(size != 1), rows) for size, rows in zip(own, leading, strict=True) if rows != 1]
+    # Whether the parameters have each dimension in which there may be several rows.
+    has = [(not known(size == 1), rows) for size, rows in zip(own, leading, strict=True) if not known(rows == 1)]
     if sum(a != b for (a, _), (b, _) in pairwise(has)) > 1:
         return None
     count = inner = 1
@@ -47,8 +49,8 @@ def groups_of(input: Sequence[int], parameter: Sequence[int], num_dims: int) -> 
 def laid_out(input: Sequence[int], parameters: Sequence[Tensor | None], num_dims: int) -> list[Tensor | None]:
     """Views of the parameters, broadcast to the smallest common shape for which the rows have groups."""
     shapes = [(1,) * (len(input) - p.dim()) + tuple(p.shape) for p in parameters if p is not None]
-    shape = [next((size for size in sizes if size != 1), 1) for sizes in zip(*shapes, strict=True)]
+    shape = [next((size for size in sizes if not known(size == 1)), 1) for sizes in zip(*shapes, strict=True)]
     while groups_of(input, shape, num_dims) is None:
-        first = next(d for d, size in enumerate(shape) if size != input[d])
+        first = next(d for d, size in enumerate(shape) if not possible(size == input[d]))
         shape[first] = input[first]
     return [p if p is None else p.expand(shape) for p in parameters]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernel_fusion.core.checks import FLOATING, either, short
 from kernel_fusion.core.spec import ROUNDINGS
+from kernel_fusion.core.symbols import alike, broadcasts, possible
 
 _POSITIONS = (torch.int32, torch.int64)
 
@@ -56,7 +57,7 @@ def _heads_problem(c: Rotary) -> str | None:
             return f"`{name}` must have shape (B, L, H, D), got {list(x.shape)}"
         if x.dtype not in FLOATING:
             return f"`{name}` must be {either(FLOATING)}, got {short(x.dtype)}"
-        if [*x.shape[:2], x.shape[3]] != [*shape[:2], shape[3]]:
+        if not alike([*x.shape[:2], x.shape[3]], [*shape[:2], shape[3]]):
             expected = f"(B, L, D) = ({shape[0]}, {shape[1]}, {shape[3]})"
             return f"`{name}` must have the query's {expected} around its heads, got {list(x.shape)} as (B, L, H, D)"
         if x.dtype != c.query.dtype or x.device != c.query.device:
@@ -68,19 +69,19 @@ def _table_problem(c: Rotary) -> str | None:
     batch, tokens, _, cols = c.query.shape
     rows = "L" if c.positions is None else "M"
     for name, t in (("cos", c.cos), ("sin", c.sin)):
-        fits = t.dim() == 3 and t.shape[0] in ((batch, 1) if c.positions is None else (1,))
-        if not fits or (c.positions is None and t.shape[1] != tokens):
+        fits = t.dim() == 3 and broadcasts(t.shape[0], batch if c.positions is None else 1)
+        if not fits or (c.positions is None and not possible(t.shape[1] == tokens)):
             values = f", with L = {tokens}" + (f" and B = {batch}" if c.positions is None else "")
             return (
                 f"`{name}` must have shape ({rows}, R / 2){' or (B, L, R / 2)' if rows == 'L' else ''}{values}, "
                 f"got {list(t.shape)}"
             )
-        if 2 * t.shape[2] > cols:
+        if not possible(2 * t.shape[2] <= cols):
             hint = f"; of halves that are equal, give one: `{name}[..., : {cols // 2}]`" if t.shape[2] == cols else ""
             return f"`{name}` must have at most D / 2 = {cols // 2} columns, got {t.shape[2]}: one for each pair{hint}"
         if not _mixes(t.dtype, c.query.dtype) or t.device != c.query.device:
             return f"`{name}` must be {_partners(c.query)}, got {_kind(t)}"
-    if c.sin.shape != c.cos.shape or c.sin.dtype != c.cos.dtype:
+    if not alike(c.sin.shape, c.cos.shape) or c.sin.dtype != c.cos.dtype:
         return f"`sin` must have the shape and dtype of `cos`, {_shown(c.cos)}, got {_shown(c.sin)}"
     return None
 
@@ -92,7 +93,7 @@ def _positions_problem(c: Rotary) -> str | None:
     batch, tokens = c.query.shape[:2]
     if p.dtype not in _POSITIONS or p.device != c.query.device:
         return f"`positions` must be int32 or int64 on {c.query.device}, got {_kind(p)}"
-    if p.dim() != 2 or p.shape[0] not in (batch, 1) or p.shape[1] != tokens:
+    if p.dim() != 2 or not broadcasts(p.shape[0], batch) or not possible(p.shape[1] == tokens):
         return f"`positions` must have shape (L,) or (B, L), with B = {batch} and L = {tokens}, got {list(p.shape)}"
     return None
 
@@ -104,7 +105,7 @@ def _weights_problem(c: Rotary) -> str | None:
             if c.weight_offset != 0.0:
                 return f"`weight_offset` needs a weight, got {c.weight_offset} without `{name}_weight`"
             continue
-        if list(weight.shape) != [cols]:
+        if not alike(weight.shape, [cols]):
             return f"`{name}_weight` must have shape (D,) = ({cols},), got {list(weight.shape)}"
         if not _mixes(weight.dtype, c.query.dtype) or weight.device != c.query.device:
             return f"`{name}_weight` must be {_partners(c.query)}, got {_kind(weight)}"
@@ -117,7 +118,7 @@ def _weights_problem(c: Rotary) -> str | None:
 
 def served_by_kernels(c: Rotary) -> bool:
     """Whether the arguments are right and there is anything for a kernel to do."""
-    return problem(c) is None and c.query.numel() > 0 and (c.key is None or c.key.numel() > 0) and c.half > 0
+    return problem(c) is None and all(possible(x.numel() > 0) for _, x, _ in c.heads) and possible(c.half > 0)
 
 
 def result_like(x: Tensor) -> Tensor:

@@ -11,10 +11,12 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Literal, get_args
 
 import torch
+from torch import Tensor
 
 from kernel_fusion.core.activations import CODES, IDENTITY
 from kernel_fusion.core.fields import Names, marks
 from kernel_fusion.core.quantize import NO_CODES, Codes
+from kernel_fusion.core.symbols import same
 
 # Kernels also read booleans, and bits of which a byte holds eight.
 DTYPES = ("f16", "bf16", "f32", "f64")
@@ -64,6 +66,20 @@ def rounding_for(rounding: str, dtype: torch.dtype) -> str:
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that kernels compute in: float64 for float64, otherwise float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in this dtype, itself if it has it.
+
+    Within a `torch.autograd.Function`, PyTorch 2.11's Dynamo makes zeros of the gradient behind a `t.to(dtype)` that
+    changes nothing. So none may be called there.
+    """
+    return t if t.dtype == dtype else t.to(dtype)
+
+
+def summed(t: Tensor, like: Tensor) -> Tensor:
+    """A broadcast operand's gradient, in its shape and dtype; as `cast`, without operations that change nothing."""
+    return cast(t if same(t.shape, like.shape) else t.sum_to_size(like.shape), like.dtype)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -28,7 +28,7 @@ from kernel_fusion.backends.availability import is_dtensor, refusal, why_not_tri
 from kernel_fusion.core import checks
 from kernel_fusion.core.autocast import norm_dtype
 from kernel_fusion.core.moments import merged
-from kernel_fusion.core.spec import Stages, compute_dtype
+from kernel_fusion.core.spec import Stages, cast, compute_dtype, summed
 from kernel_fusion.core.stages import NormCall, compiled_in, norm_call, rows_in
 from kernel_fusion.errors import BackendUnavailableError
 
@@ -123,7 +123,7 @@ class _JoinedNorm(torch.autograd.Function):
         mean, rstd, count = _statistics(h, norm, groups)
         ctx.norm, ctx.groups = norm, groups
         ctx.save_for_backward(h, weight, bias, mean, rstd, count)
-        return _affine(_normalized(h, mean, rstd), weight, bias, norm).to(norm.out_dtype)
+        return cast(_affine(_normalized(h, mean, rstd), weight, bias, norm), norm.out_dtype)
 
     @staticmethod
     @once_differentiable
@@ -131,22 +131,21 @@ class _JoinedNorm(torch.autograd.Function):
         """One all-reduce, where dh is wanted: for each row of one number or two."""
         h, weight, bias, mean, rstd, count = ctx.saved_tensors
         norm: _Norm = ctx.norm
-        dy, n = dy.to(rstd.dtype), _normalized(h, mean, rstd)
+        dy, n = cast(dy, rstd.dtype), _normalized(h, mean, rstd)
         wants_dh, wants_dweight, wants_dbias, *_ = ctx.needs_input_grad
         dh = dweight = dbias = None
         if wants_dh:
-            g = dy if weight is None else dy * (weight.to(dy.dtype) + norm.weight_offset)
+            g = dy if weight is None else dy * (cast(weight, dy.dtype) + norm.weight_offset)
             sums = [(g * n).sum(norm.dims, keepdim=True)]
             if not norm.rms:
                 sums.append(g.sum(norm.dims, keepdim=True))
             along_n, *level = (s / count for s in _all_reduced(sums, ctx.groups))
-            g = g - n * along_n.to(dy.dtype)
-            dh = (rstd * (g if norm.rms else g - level[0].to(dy.dtype))).to(h.dtype)
+            g = g - n * cast(along_n, dy.dtype)
+            dh = cast(rstd * (g if norm.rms else g - cast(level[0], dy.dtype)), h.dtype)
         if wants_dweight:
-            factor = n if norm.rounds_to is None else n.to(norm.rounds_to).to(n.dtype)
-            dweight = (dy * factor).sum_to_size(weight.shape).to(weight.dtype)
+            dweight = summed(dy * _rounded(n, norm.rounds_to), weight)
         if wants_dbias:
-            dbias = dy.sum_to_size(bias.shape).to(bias.dtype)
+            dbias = summed(dy, bias)
         return dh, dweight, dbias, None, None
 
 
@@ -158,25 +157,25 @@ def _statistics(h: Tensor, norm: _Norm, groups: Groups) -> tuple[Tensor | None, 
     if norm.rms:
         squares = torch.ops.kernel_fusion.reduce(h, norm.dims, True, "sum_squared", dtype)
         squares, total = _all_reduced([squares], groups, count)
-        return None, torch.rsqrt(squares / total + norm.eps).to(dtype), total
-    wide = h.to(dtype)
+        return None, cast(torch.rsqrt(squares / total + norm.eps), dtype), total
+    wide = cast(h, dtype)
     center = wide.sum(norm.dims, keepdim=True) / max(columns, 1)
-    m2 = (wide - center).square().sum(norm.dims, keepdim=True).double()
+    m2 = cast((wide - center).square().sum(norm.dims, keepdim=True), torch.float64)
     if dtype == torch.float64:
         parts = torch.cat([m2.flatten(), center.flatten(), count[None]])
         moments, total = merged(partial(_all_reduce, groups), parts)
         variance, mean, _ = moments.split([m2.numel(), m2.numel(), 1])
         return mean.view(center.shape), torch.rsqrt(variance.view(center.shape) + norm.eps), total[0]
-    center = center.double()
+    center = cast(center, torch.float64)
     sums, squares, total = _all_reduced([center * count, m2 + count * center.square()], groups, count)
     mean = sums / total
     variance = (squares / total - mean.square()).clamp_min(0.0)
-    return mean.to(dtype), torch.rsqrt(variance + norm.eps).to(dtype), total
+    return cast(mean, dtype), cast(torch.rsqrt(variance + norm.eps), dtype), total
 
 
 def _all_reduced(sums: Sequence[Tensor], groups: Groups, *others: Tensor) -> list[Tensor]:
     """The sums over all ranks of tensors of one shape, and of single numbers, in float64, with one collective."""
-    parts = [t.double().flatten() for t in (*sums, *others)]
+    parts = [cast(t, torch.float64).flatten() for t in (*sums, *others)]
     packed = torch.cat(parts)
     _all_reduce(groups, packed)
     unpacked = packed.split([part.numel() for part in parts])
@@ -189,17 +188,22 @@ def _all_reduce(groups: Groups, packed: Tensor) -> None:
 
 
 def _normalized(h: Tensor, mean: Tensor | None, rstd: Tensor) -> Tensor:
-    wide = h.to(rstd.dtype)
+    wide = cast(h, rstd.dtype)
     return (wide if mean is None else wide - mean) * rstd
 
 
 def _affine(n: Tensor, weight: Tensor | None, bias: Tensor | None, norm: _Norm) -> Tensor:
     """n times weight plus bias; rounded where Hugging Face's norms round, whose gradients pass straight through."""
-    y = n if norm.rounds_to is None else n.to(norm.rounds_to).to(n.dtype)
+    y = _rounded(n, norm.rounds_to)
     if weight is not None:
-        y = y * (weight.to(n.dtype) + norm.weight_offset)
+        y = y * (cast(weight, n.dtype) + norm.weight_offset)
     if bias is not None:
-        y = y + bias.to(n.dtype)
+        y = y + cast(bias, n.dtype)
     if norm.rounds_to is not None and weight is not None:
-        y = y.to(torch.promote_types(norm.rounds_to, weight.dtype)).to(n.dtype)
+        y = _rounded(y, torch.promote_types(norm.rounds_to, weight.dtype))
     return y
+
+
+def _rounded(t: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """t rounded to this dtype, if any, in its own."""
+    return t if dtype is None else cast(cast(t, dtype), t.dtype)

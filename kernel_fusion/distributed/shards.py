@@ -6,7 +6,7 @@ Each dimension of the mesh shards at most one axis: one that the largest argumen
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -112,6 +112,13 @@ class Shards:
 
 def _laid_out(tensor: DTensor, placements: tuple[Placement, ...]) -> DTensor:
     return tensor if tensor.placements == placements else tensor.redistribute(placements=placements)
+
+
+def gathered(tensor: DTensor, whole: Callable[[int], bool]) -> DTensor:
+    """The tensor with the dimensions of which this holds on all ranks: PyTorch's views do not gather what they need."""
+    shards = [isinstance(p, (Shard, _StridedShard)) and whole(p.dim) for p in tensor.placements]
+    placed = zip(tensor.placements, shards, strict=True)
+    return _laid_out(tensor, tuple(Replicate() if gathers else p for p, gathers in placed))
 
 
 def _chunk(tensor: torch.Tensor, dim: int, world: int, rank: int) -> torch.Tensor:

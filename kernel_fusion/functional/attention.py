@@ -14,7 +14,7 @@ from kernel_fusion.config import check_backend_name, state
 from kernel_fusion.core import checks
 from kernel_fusion.errors import BackendUnavailableError
 from kernel_fusion.functional import interop
-from kernel_fusion.operators.dispatch import operator
+from kernel_fusion.operators.dispatch import expandable, operator
 
 # Rows that a causal product computes at a time: of 2048 columns five eighths are left.
 _PANEL_ROWS = 512
@@ -75,7 +75,7 @@ def softmax(
         return _across_rows(input, dim, scale, mask, backend)
     if mask is not None:
         checks.mask("softmax", mask)
-        mask = checks.expanded_mask("softmax", mask, input.shape)
+        mask = checks.expanded_mask("softmax", expandable(mask), input.shape)
     if not last:
         moved = softmax(
             input.movedim(dim, -1), scale=scale, mask=None if mask is None else mask.movedim(dim, -1), backend=backend
@@ -160,7 +160,7 @@ def attention_scores(
         checks.explain("attention_scores", error, {"query": query, "key": key}, scale=scale)
         raise
     if mask is not None:
-        mask = checks.expanded_mask("attention_scores", mask, scores.shape)
+        mask = checks.expanded_mask("attention_scores", expandable(mask), scores.shape)
     if normalize:
         return softmax(scores, mask=mask, causal=causal, backend=backend)
     # The scores are ours alone, so they are masked in place.

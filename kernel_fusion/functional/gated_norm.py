@@ -14,7 +14,7 @@ from kernel_fusion.core.spec import rounding_for
 from kernel_fusion.core.stages import Given
 from kernel_fusion.functional import interop, quantized
 from kernel_fusion.functional.norm_arguments import Norm, explain_norm, resolved, served
-from kernel_fusion.operators.dispatch import operator
+from kernel_fusion.operators.dispatch import in_groups, operator
 
 # gate_activation, gate_first, group_size, rounding.
 _Gating = tuple[str | None, bool, int | None, str]
@@ -146,8 +146,9 @@ def _gated(verb: str, input: Tensor, gate: Tensor, norm: Norm, gating: _Gating, 
         if group_size is not None:
             checks.group_size(verb, shape, group_size)
             checks.other_row(verb, "gate", input, gate)
-            x, g = (t.unflatten(-1, (-1, group_size)) for t in (x, g))
-            w, b = (None if t is None else t.unflatten(-1, (-1, group_size)) for t in (w, b))
+            groups = shape[0] // group_size
+            x, g = (in_groups(t, -1, groups).unflatten(-1, (-1, group_size)) for t in (x, g))
+            w, b = (None if t is None else in_groups(t, -1, groups).unflatten(-1, (-1, group_size)) for t in (w, b))
         affine = len(shape), w, b, eps, weight_offset, out_dtype, verb.endswith("rms_norm")
         options = {"rounding": rounding_for(rounding, input.dtype), "gate_activation": name, "gate_first": first}
         stages = Given(gate=g, grouped=grouped, **options)
@@ -155,8 +156,11 @@ def _gated(verb: str, input: Tensor, gate: Tensor, norm: Norm, gating: _Gating, 
             args = x, None, *affine, *stages
             return quantized.norm(verb, quantize, backend, args, g, input.shape)[0]  # type: ignore[return-value]
         y: Tensor = operator(verb, "staged_row_norm", backend, input, gate)(x, None, *affine, *stages)[0]
+        if group_size is None:
+            return y
         # Nobody else has y, so its other shape need not be a view.
-        return y if group_size is None else torch.ops.aten._unsafe_view(y.contiguous(), input.shape)
+        y = torch.ops.aten._unsafe_view(in_groups(y, -2, y.shape[-2]).contiguous(), input.shape)
+        return y
     except checks.REFUSALS as error:
         explain_norm(verb, error, {"input": input, "gate": gate}, norm, group_size=group_size)
         raise

@@ -20,11 +20,12 @@ from kernel_fusion.core import checks, groups
 from kernel_fusion.core.quantize import Quantize
 from kernel_fusion.core.spec import compute_dtype
 from kernel_fusion.core.stages import Given
+from kernel_fusion.core.symbols import known
 from kernel_fusion.functional import interop, quantized
 from kernel_fusion.functional.norm_arguments import Norm, explain_norm, num_normalized_dims, resolved, served, sizes
 from kernel_fusion.functional.results import NormOutput
 from kernel_fusion.operators import schemas
-from kernel_fusion.operators.dispatch import operator
+from kernel_fusion.operators.dispatch import expandable, operator
 
 # scale, shift, gate.
 _Modulation = tuple[Tensor, Tensor | None, Tensor | None]
@@ -258,7 +259,7 @@ def _modulated(
         checks.other_row(verb, "residual", input, residual)
         checks.row_norm(verb, input, weight, bias, norm[4], dtype)
         w, b, offset = _affine(input, norm, scale, shift)
-        (factor, term, gate), grouped = _in_groups(verb, input, shape, [w, b, gate])
+        (factor, term, gate), grouped = _in_groups(verb, input, shape, [*map(expandable, (w, b, gate))])
         seed = eager.draw_seed(input.device) if stages[2] > 0.0 else None
         given = Given(pre, post, stages[2], seed, grouped=grouped, residual_gate=gate)
         call = input, residual, len(shape), factor, term, eps, offset, dtype, verb.endswith("rms_norm"), *given
@@ -340,7 +341,7 @@ def _in_groups(
 ) -> tuple[Sequence[Tensor | None], bool]:
     """All in one shape, and whether they vary over rows."""
     given = [p for p in vectors if p is not None]
-    if all(size == 1 for p in given for size in p.shape[: p.dim() - len(shape)]):
+    if all(known(size == 1) for p in given for size in p.shape[: p.dim() - len(shape)]):
         return [p if p is None else p.reshape(shape) for p in vectors], False
     if input.is_nested:
         raise RuntimeError(

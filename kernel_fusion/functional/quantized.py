@@ -21,6 +21,7 @@ from kernel_fusion.core import checks
 from kernel_fusion.core.autocast import norm_dtype
 from kernel_fusion.core.quantize import Quantize
 from kernel_fusion.core.stages import FIRST, Given
+from kernel_fusion.core.symbols import alike
 from kernel_fusion.errors import BackendUnavailableError
 from kernel_fusion.functional.results import Quantized
 from kernel_fusion.operators import schemas
@@ -44,12 +45,11 @@ def norm(
     args = *args[:7], out_dtype, *args[8:]
     route = _route(verb, "staged_row_norm", backend, quantize, (input, residual, weight, bias, row))
     expected = checks.parameter_shape(input, num_dims, Given(*args[FIRST:]).grouped, weight, bias)
-    fits = checks.shaped(expected, weight, bias) and input.numel() > 0
-    if route.fused and fits and input.shape == shape:
+    if route.fused and checks.shaped(expected, weight, bias) and alike(input.shape, shape):
         values, scale, v, h = route.operator("quantized_row_norm")(*args[:2], *_options(quantize), *args[2:])
         return _result(quantize, values, scale, v), h
     y, h = route.serve(*args)
-    if y.shape != shape:
+    if not alike(y.shape, shape):
         y = torch.ops.aten._unsafe_view(y.contiguous(), shape)  # nobody else has y
     return _of(quantize, route, y), h
 
@@ -66,7 +66,7 @@ def gated(
     if not isinstance(quantize, Quantize):
         raise TypeError(f"`{verb}`: `out_dtype` must be a Quantize or None, got {quantize}")
     route = _route(verb, "pointwise", backend, quantize, (gate, value))
-    if route.fused and gate.dim() > 0 and gate.shape == value.shape and gate.dtype == value.dtype:
+    if route.fused and gate.dim() > 0 and alike(gate.shape, value.shape) and gate.dtype == value.dtype:
         return _result(quantize, *route.operator("quantized_gate")(gate, value, activation, *_options(quantize)))
     y = route.serve(gate, value, "gate", activation, 1.0, 0.0, None)
     if y.dim() == 0 and quantize.per != "tensor":

@@ -69,6 +69,28 @@ def _on_parts(verb: str, name: str, backend: str | None, tensors: Sequence[Tenso
     return partial(serve, name, operator(verb, name, backend, *parts), backend)
 
 
+def expandable(tensor: Any) -> Any:
+    """A tensor that broadcasts, or None; where DTensors are sharded along a dimension of size 1, all ranks get it."""
+    if not is_dtensor(tensor):
+        return tensor
+    from kernel_fusion.distributed.shards import gathered  # imports torch.distributed.tensor
+
+    return gathered(tensor, lambda dim: tensor.shape[dim] == 1)
+
+
+def in_groups(tensor: Any, dim: int, groups: int) -> Any:
+    """A tensor of which a dimension is or becomes groups of columns; DTensors whose ranks have parts of one get all."""
+    if not is_dtensor(tensor):
+        return tensor
+    dim %= tensor.dim()
+    ranks = [tensor.device_mesh.size(i) for i, p in enumerate(tensor.placements) if p.is_shard(dim)]
+    if len(ranks) == 0 or (len(ranks) == 1 and groups % ranks[0] == 0):
+        return tensor
+    from kernel_fusion.distributed.shards import gathered  # imports torch.distributed.tensor
+
+    return gathered(tensor, lambda d: d == dim)
+
+
 def _is_plain(tensor: Any) -> bool:
     return tensor is None or (type(tensor) in PLAIN_TENSORS and not tensor.is_nested)
 
@@ -96,6 +118,7 @@ def obstacle(backend: str, tensors: Sequence[Tensor | None]) -> str | None:
     return None
 
 
+@availability.constant  # tracers must not follow into the loader
 def unavailable_reason(backend: str, device: torch.device | None = None) -> str | None:
     """The reason that `backend` cannot run on `device` (None: on any here), or None. Loads the extension."""
     if backend == "eager":
@@ -113,7 +136,3 @@ def unavailable_reason(backend: str, device: torch.device | None = None) -> str 
     if reason is None:
         define_triton()  # no tracer follows into this function
     return reason
-
-
-# What torch.compiler.assume_constant_result does, whose import is slow. Tracers must not follow into the loader.
-setattr(unavailable_reason, "_dynamo_marked_constant", True)  # noqa: B010

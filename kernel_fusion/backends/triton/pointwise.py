@@ -18,7 +18,7 @@ from kernel_fusion.backends.triton.reduce import sum_partials
 from kernel_fusion.core import checks, dropout
 from kernel_fusion.core.activations import CODES
 from kernel_fusion.core.arguments import floating, is_seed, require
-from kernel_fusion.core.spec import compute_dtype
+from kernel_fusion.core.spec import compute_dtype, summed
 
 _COMBINES = ("first", "add", "mul", "gate")
 
@@ -205,10 +205,7 @@ class Pointwise(torch.autograd.Function):
             found = autograd.differentiable([y], [dy], [a, b], wants)
         else:
             results = torch.ops.kernel_fusion.triton_pointwise_bwd(dy, a, b, *ctx.call, seed, wants)
-            found = [
-                t.sum_to_size(of.shape).to(of.dtype) if wanted else None
-                for t, of, wanted in zip(results, (a, b), wants, strict=True)
-            ]
+            found = [summed(t, of) if wanted else None for t, of, wanted in zip(results, (a, b), wants, strict=True)]
         return found[0], found[1], *(None,) * 5
 
 

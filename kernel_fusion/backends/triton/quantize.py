@@ -18,6 +18,7 @@ from kernel_fusion.core.activations import CODES as ACTIVATIONS
 from kernel_fusion.core.arguments import floating, require
 from kernel_fusion.core.quantize import BLOCK, LARGEST, empty_scales
 from kernel_fusion.core.stages import NormCall
+from kernel_fusion.core.symbols import known
 
 _named: Any = NamedTuple  # type checkers cannot follow derived names
 
@@ -63,6 +64,9 @@ def quantized_row_norm(
     checks.staged_row_norm(call)
     fits = _fits(input, dtype, scale, block) and (call.num_dims == 1 or scale is not None)
     require("triton_quantized_row_norm", [input, scale], fits)
+    if known(input.numel() == 0):
+        y, h = torch.ops.kernel_fusion.staged_row_norm_reference(*call.arguments)
+        return *quantize(y, dtype, scale, block), y if keeps else y.new_empty(0), h
     require_forward("triton_quantized_row_norm", call)
     cols = int(input.shape[-1])
     group = block if scale is None and cols > block else 0  # one block is a row

@@ -20,7 +20,7 @@ from kernel_fusion.backends.triton.launch import launch, operator
 from kernel_fusion.core import checks
 from kernel_fusion.core.activations import IDENTITY
 from kernel_fusion.core.arguments import floating, require
-from kernel_fusion.core.spec import compute_dtype
+from kernel_fusion.core.spec import cast, compute_dtype
 
 _MAPS = {"sum_squared": "square", "mean_abs": "abs"}
 
@@ -134,7 +134,7 @@ class Reduce(torch.autograd.Function):
             chain = "mul", IDENTITY, 2.0
         else:
             chain = "gate", "sign", 1.0
-            dy = dy.to(compute_dtype(torch.promote_types(dy.dtype, x.dtype))) / prod([x.shape[d] for d in dims])
+            dy = cast(dy, compute_dtype(torch.promote_types(dy.dtype, x.dtype))) / prod([x.shape[d] for d in dims])
         dx = torch.ops.kernel_fusion.triton_pointwise_fwd(x, dy, *chain, 0.0, None, x.dtype)
         return dx, *(None,) * 4
 

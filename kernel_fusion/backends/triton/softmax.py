@@ -14,7 +14,7 @@ from kernel_fusion.backends.triton.launch import launch, operator
 from kernel_fusion.backends.triton.layout import Rows, merge, outer_rows, rows_of, unit
 from kernel_fusion.core.arguments import floating, require
 from kernel_fusion.core.checks import shaped
-from kernel_fusion.core.spec import compute_dtype
+from kernel_fusion.core.spec import cast, compute_dtype
 
 
 def _layout(input: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, Rows]:
@@ -93,7 +93,7 @@ class Softmax(torch.autograd.Function):
         # y carries its history, so that this formula of y is differentiable.
         gradient = _formula if torch.is_grad_enabled() else torch.ops.kernel_fusion.triton_softmax_bwd
         dx, dmask = (
-            gradient(dy, y, scale, ctx.leaves_out).to(dtype) if wanted else None
+            cast(gradient(dy, y, scale, ctx.leaves_out), dtype) if wanted else None
             for scale, dtype, wanted in zip((ctx.scale, 1.0), ctx.dtypes, ctx.needs_input_grad[:2], strict=True)
         )
         return dx, dmask, None, None
@@ -101,8 +101,9 @@ class Softmax(torch.autograd.Function):
 
 def _formula(dy: Tensor, y: Tensor, scale: float, leaves_out: bool) -> Tensor:
     wide = compute_dtype(y.dtype)
-    product = dy.to(wide) * y.to(wide)
-    dx = scale * (product - y.to(wide) * product.sum(-1, keepdim=True))
+    weights = cast(y, wide)
+    product = cast(dy, wide) * weights
+    dx = scale * (product - weights * product.sum(-1, keepdim=True))
     return dx.masked_fill(y == 0, 0.0) if leaves_out else dx
 
 

@@ -45,6 +45,15 @@ inline bool present(const OptionalTensor& t) { return t.has_value() && t->define
 template <class T> T if_present(const OptionalTensor& t, T value) { return present(t) ? value : T{}; }
 inline OptionalDtype dtype_of(const OptionalTensor& t) { return present(t) ? OptionalDtype(t->scalar_type()) : std::nullopt; }
 
+// Decisions on sizes, some of which are symbols while a program is traced. A symbol may stand for a number that follows from
+// data, and then nobody knows yet whether the condition holds: what takes a way of its own asks `known`. What refuses a call
+// asks `possible`, and the operators below autograd check real sizes again.
+inline bool known(const c10::SymBool& condition) { return TORCH_GUARD_OR_FALSE(condition); }
+inline bool possible(const c10::SymBool& condition) { return TORCH_GUARD_OR_TRUE(condition); }
+inline bool one(const c10::SymInt& size) { return known(size.sym_eq(1)); }
+inline bool one(int64_t size) { return size == 1; }
+inline bool alike(const c10::SymInt& a, const c10::SymInt& b) { return possible(a.sym_eq(b)); }
+
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 inline const void* data_or_null(const Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; }

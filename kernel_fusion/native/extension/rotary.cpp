@@ -16,38 +16,42 @@ bool goes_with(const Tensor& t, const Tensor& query) {
 bool are_heads(const OptionalTensor& x, const Tensor& query) {
   if (!present(x)) return true;
   if (!readable(*x) || x->dim() != 4 || x->scalar_type() != query.scalar_type() || x->device() != query.device()) return false;
-  return x->sym_size(0) == query.sym_size(0) && x->sym_size(1) == query.sym_size(1) && x->sym_size(3) == query.sym_size(3) &&
-         x->sym_numel() > 0;
+  return alike(x->sym_size(0), query.sym_size(0)) && alike(x->sym_size(1), query.sym_size(1)) &&
+         alike(x->sym_size(3), query.sym_size(3)) &&
+         possible(x->sym_size(2).sym_gt(0)) == possible(query.sym_size(2).sym_gt(0));
 }
 
 bool is_weight(const OptionalTensor& weight, const RotaryCall& c, bool has_heads) {
   if (!present(weight)) return !has_heads || c.weight_offset == 0.0;
-  return c.eps && goes_with(*weight, c.query) && weight->dim() == 1 && weight->sym_size(0) == c.query.sym_size(3);
+  return c.eps && goes_with(*weight, c.query) && weight->dim() == 1 && alike(weight->sym_size(0), c.query.sym_size(3));
 }
 
 bool are_positions(const OptionalTensor& positions, const Tensor& query) {
   if (!present(positions)) return true;
   const bool counts = positions->scalar_type() == at::kInt || positions->scalar_type() == at::kLong;
   return counts && positions->layout() == at::kStrided && positions->device() == query.device() && positions->dim() == 2 &&
-         (positions->sym_size(0) == 1 || positions->sym_size(0) == query.sym_size(0)) &&
-         positions->sym_size(1) == query.sym_size(1);
+         (alike(positions->sym_size(0), query.sym_size(0)) || one(positions->sym_size(0))) &&
+         alike(positions->sym_size(1), query.sym_size(1));
 }
 
 bool are_tables(const RotaryCall& c) {
   if (!goes_with(c.cos, c.query) || !goes_with(c.sin, c.query) || c.cos.dim() != 3 || c.sin.dim() != 3) return false;
-  if (c.cos.scalar_type() != c.sin.scalar_type() || c.cos.sym_sizes() != c.sin.sym_sizes()) return false;
+  if (c.cos.scalar_type() != c.sin.scalar_type() || c.sin.dim() != 3) return false;
+  for (int d = 0; d < 3; ++d)
+    if (!alike(c.cos.sym_size(d), c.sin.sym_size(d))) return false;
   const bool is_table = present(c.positions);
   const auto examples = c.cos.sym_size(0), half = c.cos.sym_size(2);
-  return (examples == 1 || (!is_table && examples == c.query.sym_size(0))) &&
-         (is_table || c.cos.sym_size(1) == c.query.sym_size(1)) && half > 0 && half * 2 <= c.query.sym_size(3);
+  return ((!is_table && alike(examples, c.query.sym_size(0))) || one(examples)) &&
+         (is_table || alike(c.cos.sym_size(1), c.query.sym_size(1))) && possible(half.sym_gt(0)) &&
+         possible((half * 2).sym_le(c.query.sym_size(3)));
 }
 
 }  // namespace
 
 bool accepts(const RotaryCall& c) {
   const bool known = c.rounding == "once" || c.rounding == "hf";
-  return known && readable(c.query) && c.query.dim() == 4 && c.query.sym_numel() > 0 && are_heads(c.key, c.query) &&
-         are_tables(c) && are_positions(c.positions, c.query) && is_weight(c.query_weight, c, true) &&
+  return known && readable(c.query) && c.query.dim() == 4 && are_heads(c.key, c.query) && are_tables(c) &&
+         are_positions(c.positions, c.query) && is_weight(c.query_weight, c, true) &&
          is_weight(c.key_weight, c, present(c.key));
 }
 
@@ -76,7 +80,7 @@ Tensor nothing(const Tensor& like) { return allocate({0}, like.options()); }
 RotaryResult rotary(const Backend& backend, const RotaryCall& c) {
   check_all_memory(c.query, c.key, c.query_weight, c.key_weight, c.cos, c.sin, c.positions);
   Tensor query = result_like(c.query), key = present(c.key) ? result_like(*c.key) : Tensor();
-  backend.rotary(c, query, key);
+  if (query.numel()) backend.rotary(c, query, key);
   return {query, key.defined() ? key : nothing(query)};
 }
 
@@ -93,7 +97,8 @@ RotaryGradients rotary_bwd(const Backend& backend, const RotaryBwdCall& c) {
   const auto row_like = [](const Tensor& weight) { return allocate_like(weight, at::MemoryFormat::Contiguous); };
   RotaryGradients gradients{wanted(0, query, result_like), wanted(1, key, result_like), wanted(2, c.query_weight, row_like),
                             wanted(3, c.key_weight, row_like)};
-  backend.rotary_bwd(c, gradients);
+  if (c.dy.numel()) backend.rotary_bwd(c, gradients);
+  else std::apply([](auto&... each) { ((each.defined() ? void(each.zero_()) : void()), ...); }, gradients);
   std::apply([&](auto&... each) { ((each.defined() ? void() : void(each = nothing(*query))), ...); }, gradients);
   return gradients;
 }

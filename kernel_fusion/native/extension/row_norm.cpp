@@ -24,14 +24,14 @@ template <class Call> bool has_groups(const Call& c) {
   if (shape.size() < normalised || shape.size() > sizes.size()) return false;
   const auto own = shape.size() - normalised, missing = sizes.size() - shape.size();
   for (size_t d = 0; d < shape.size(); ++d)
-    if (shape[d] != sizes[missing + d] && (d >= own || shape[d] != 1)) return false;
+    if (!alike(shape[d], sizes[missing + d]) && (d >= own || !one(shape[d]))) return false;
   return find_groups<c10::SymInt>(sizes, shape, c.num_dims).has_value();
 }
 
 // Compares integers if there are no symbols, which is faster.
 bool same(c10::SymIntArrayRef a, c10::SymIntArrayRef b) {
   const auto x = c10::asIntArrayRefSlowOpt(a), y = c10::asIntArrayRefSlowOpt(b);
-  return x && y ? *x == *y : a == b;
+  return x && y ? *x == *y : std::equal(a.begin(), a.end(), b.begin(), b.end(), alike);
 }
 
 // Whether `t`, if present, has this shape and goes with the input.

@@ -83,8 +83,8 @@ std::optional<GroupsOf<Int>> find_groups(c10::ArrayRef<Int> input, c10::ArrayRef
   int changes = 0;
   bool begins = false, before = false, any = false;  // whether the parameters have the first, and the last, of the dimensions
   for (size_t d = 0; d < leading; ++d) {
-    if (input[d] == 1) continue;
-    const bool has = d + own >= leading && parameter[d + own - leading] != 1;
+    if (one(input[d])) continue;
+    const bool has = d + own >= leading && !one(parameter[d + own - leading]);
     if (!any) begins = has;
     else changes += has != before;
     any = true;
