@@ -51,7 +51,8 @@ html_additional_pages = {"index": "index.html"}
 
 # Names in annotations that have no page here: PyTorch's, Python's, the harness's, and our abbreviations of types.
 nitpick_ignore_regex = [
-    ("py:.*", r"(torch|collections|pathlib|kernel_fusion_bench|kernel_fusion\.(?:bench|patching))\..*|Tensor|.*\._(Shape|Dims)")
+    ("py:.*", r"(torch|collections|pathlib|kernel_fusion_bench)\..*"),
+    ("py:.*", r"kernel_fusion\.(?:bench|patching)\..*|Tensor|.*\._(Shape|Dims)"),
 ]
 
 _OPTIONS = "<!-- the options of every command -->"
