@@ -294,9 +294,9 @@ _OF_CUDA = (
         "tests/test_cuda_dependent_launch_offline.py::test_no_access_before_the_wait",
     ),
     Mutant(
-        "cuda: a row is read before the wait", f"{_KERNELS}/softmax.cuh",
-        "__shared__ A slots[2][kLanes > 32 ? kLanes / 32 : 1];\n  wait_for_previous_kernel();",
-        "__shared__ A slots[2][kLanes > 32 ? kLanes / 32 : 1];",
+        "cuda: a row is read before the wait", f"{_KERNELS}/row_executors.cuh",
+        "wait_for_previous_kernel();\n  const DynamicPlace<S> at(static_cast<int>(args.cols));\n  const i64 wanted",
+        "const DynamicPlace<S> at(static_cast<int>(args.cols));\n  const i64 wanted",
         "tests/test_cuda_dependent_launch_offline.py::test_no_access_before_the_wait",
     ),
 )

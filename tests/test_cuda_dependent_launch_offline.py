@@ -75,8 +75,10 @@ _KERNELS: dict[str, tuple[Any, Any]] = {
         RotaryAccess(8, 0),
     ),
     "softmax": (SoftmaxSpec("bf16", "b8", True), SoftmaxAccess(8, 128)),
-    "softmax_long": (SoftmaxSpec("bf16", "b8", True), SoftmaxAccess(8, 49152)),
+    "softmax, streamed": (SoftmaxSpec("bf16", "b8", True), SoftmaxAccess(8, 16384)),
+    "softmax, twice": (SoftmaxSpec("f64", "b8", True), SoftmaxAccess(2, 49152)),
     "softmax_bwd": (SoftmaxBwdSpec("bf16", "bf16", "bf16"), SoftmaxAccess(8, 128)),
+    "softmax_bwd, streamed": (SoftmaxBwdSpec("bf16", "bf16", "bf16"), SoftmaxAccess(8, 16384)),
 }
 
 

@@ -331,20 +331,33 @@ _capacities = st.integers(0, 16).flatmap(lambda k: st.sampled_from([1 << k, 3 <<
 )
 @settings(max_examples=500, deadline=None)
 def test_softmax_plans_are_sound(capacity: int, dtype: str, vec: int, backward: bool, arch: int) -> None:
-    """A row fits its threads' registers, evenly, or is read twice; and whole rows of threads make a block."""
+    """A row of every length has threads for all its vectors, within what registers and shared memory hold."""
     vec = min(vec, _vec(dtype))
     spec = SoftmaxBwdSpec(dtype, dtype, dtype) if backward else SoftmaxSpec(dtype)
-    plan = planner.plan_for(spec, SoftmaxAccess(vec, capacity), KNOWN_DEVICES[arch])
+    device = KNOWN_DEVICES[arch]
+    plan = planner.plan_for(spec, SoftmaxAccess(vec, capacity), device)
+    workers = plan.threads - 32 * plan.ring.helpers
     assert plan.lanes & (plan.lanes - 1) == 0
     assert plan.threads % 32 == 0
     assert plan.threads <= 1024
     assert plan.min_blocks * plan.threads <= (2048 if arch == 90 else 1536)
     assert plan.min_blocks <= 32
-    assert plan.per_block * plan.lanes == plan.threads
-    assert plan.lanes <= 32 or plan.per_block == 1
-    if plan.vectors == 0:
-        assert plan.lanes == (512 if dtype == "f64" else 1024)
-        assert capacity * vec > plan.lanes * 7  # a row that is read twice is a long one
+    assert plan.per_block * plan.lanes * plan.warps == workers * plan.cluster
+    assert plan.lanes == 32 or plan.warps == 1
+    assert plan.per_block == 1 or plan.warps == 1
+    assert plan.persistent == (plan.reading == "streamed")
+    if plan.reading == "twice":
+        assert plan.warps == (16 if dtype == "f64" else 32)
+        assert capacity * vec > 32 * plan.warps * 7  # a row that is read twice is a long one
         return
-    assert plan.vectors * vec * (2 if backward else 1) * max(1, ITEMSIZE[dtype] // 4) <= 64
-    assert plan.lanes * plan.vectors == capacity
+    # Any row of this capacity fits, and each warp has some of it.
+    assert 32 * plan.warps * plan.vectors >= capacity if plan.warps > 1 else plan.lanes * plan.vectors >= capacity
+    assert plan.vectors * vec * (2 if backward else 1) * max(1, ITEMSIZE[dtype] // 4) <= 128
+    if plan.reading == "streamed":
+        assert device.has_clusters
+        assert dtype != "f64"
+        assert plan.ring.slots >= 2
+        assert -(-(capacity * 2 // 3 + 1) // 32) >= plan.warps
+        slot = sum(plan.vectors * workers * vec * ITEMSIZE[dtype] + 16 for _ in range(1 + backward))
+        assert plan.ring.slots * slot <= plan.shared_bytes
+        assert plan.shared_bytes + 4 * plan.warps * 8 + 512 <= device.shared_bytes

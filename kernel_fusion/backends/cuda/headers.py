@@ -16,6 +16,7 @@ from kernel_fusion.backends.cuda import stage_headers, sum_partials
 from kernel_fusion.backends.cuda.plan import Plan
 from kernel_fusion.backends.cuda.planner import KERNELS
 from kernel_fusion.backends.cuda.reduce import ReduceRule
+from kernel_fusion.backends.cuda.row_plan import RowPlan
 from kernel_fusion.backends.cuda.source import Launch
 from kernel_fusion.core.activations import CODES
 from kernel_fusion.core.fields import COUNTERS, Names, Several, constant, count, is_struct, kinds, literal
@@ -95,7 +96,7 @@ def texts() -> dict[Path, str]:
     numbers = {spec: number for number, spec in enumerate(KERNELS)}
     keys = [_structs(owner) for spec, kernel in KERNELS.items() for owner in (spec, kernel.access)]
     structs = [*dict.fromkeys(each for owners in keys for each in owners), ReduceRule, Launch]
-    fields = [kind for owner in (*structs, Plan) for kind in map(_inner, kinds(owner).values())]
+    fields = [kind for owner in (*structs, Plan, RowPlan) for kind in map(_inner, kinds(owner).values())]
     enumerations = dict.fromkeys([COUNTERS, *(kind for kind in fields if isinstance(kind, Names) and kind.cpp)])
     lists = {"KF_ACTIVATIONS": tuple(CODES), "KF_COMBINES": kinds(PointwiseSpec)["combine"].names}
     longest = max(count(spec) + count(kernel.access) for spec, kernel in KERNELS.items())

@@ -109,9 +109,9 @@ constexpr int kWarpArrivals = 1;
 #endif
 
 // kFills: how often fill() arrives at a slot's barrier. kHelpers: warps after the only group's: combiner, producer.
-template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
+// P: the place of a thread, of constant length or not.
+template <class S, int kFills = 1, int kHelpers = 0, class P = Place<S>> struct RowStream {
   using A = float;
-  using P = Place<S>;
   static constexpr int kSlots = S::kSlots;
   static constexpr int kLag = kSlots > 2 ? 1 : 0;                         // rows between the passes
   static constexpr int kThreads = S::kWarps / S::kCluster * 32;           // of a group
@@ -121,9 +121,7 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
   static constexpr bool kCombiner = kHelpers > 0, kProducer = kHelpers > 1;
   static_assert(kHelpers == 0 || (S::kRows == 1 && S::kWarps > 1));
 
-  struct Pair {
-    A first, second;
-  };  // or what was made of them
+  using Pair = kf::Pair<A>;  // a warp's sums, or what was made of all
   struct Shared {
     Mbarrier full[kSlots], empty[kSlots], exchanged[kBuffers], combined[kBuffers];
     alignas(16) A sums[kBuffers][S::kWarps][2];  // pairs are read two at a time
@@ -176,13 +174,11 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
   }
 
   // This block's first column, and their number.
-  __device__ static int first_col() {
-    return S::kCluster > 1 ? P::start(static_cast<int>(cluster_rank()) * P::kLocalWarps) : 0;
-  }
-  __device__ static int cols() {
+  __device__ int first_col() const { return S::kCluster > 1 ? at.start(static_cast<int>(cluster_rank()) * P::kLocalWarps) : 0; }
+  __device__ int cols() const {
     if constexpr (P::kCovers) return kCols;
-    const int end = S::kCluster > 1 ? P::start(static_cast<int>(cluster_rank() + 1) * P::kLocalWarps) : S::kCols;
-    return min(end, S::kCols) - first_col();
+    const int end = S::kCluster > 1 ? at.start(static_cast<int>(cluster_rank() + 1) * P::kLocalWarps) : at.cols();
+    return min(end, at.cols()) - first_col();
   }
 
   // Rows first, first + step, ... below `rows`:

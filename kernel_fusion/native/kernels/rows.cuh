@@ -10,8 +10,15 @@
 
 namespace kf {
 
-template <bool kStrided> __device__ i64 row_offset(const RowLayout& layout, i64 row) {
+// With kQuick, rows that 32 bits can number take 32-bit divisions, which need more code.
+template <bool kStrided, bool kQuick = false> __device__ i64 row_offset(const RowLayout& layout, i64 row) {
   if constexpr (!kStrided) return row * layout.stride[2];
+  if (kQuick && row <= 0xffffffffll) {
+    const auto inner = static_cast<unsigned>(layout.inner), middle = static_cast<unsigned>(layout.middle);
+    const unsigned outer = static_cast<unsigned>(row) / inner;
+    return outer / middle * layout.stride[0] + outer % middle * layout.stride[1] +
+           (static_cast<unsigned>(row) - outer * inner) * layout.stride[2];
+  }
   const i64 outer = row / layout.inner;
   return outer / layout.middle * layout.stride[0] + outer % layout.middle * layout.stride[1] +
          row % layout.inner * layout.stride[2];

@@ -1,24 +1,47 @@
-// y = softmax(scale * x + mask) over rows of run-time length, causal or not.
+// y = softmax(scale * x + mask) over rows of run-time length, causal or not: the policy (row_executors.cuh).
 //
-// The logits l = scale * x + mask are computed once and stay in registers. Their maximum m and the sum s of e^(l - m)
-// go through the row's threads, then y = e^(l - m) / s is written. Memory: one read of x and mask, one write of y;
-// causal rows read only kept columns. Longer rows are read twice (softmax_long.cuh).
+// A warp takes the maximum m of its logits l = scale * x + mask, and the sum s of e^(l - m). The row's maximum is M, its
+// sum S the sum of s e^(m - M). Then y = e^(l - M) / S, of a row in registers e^(l - m) * (e^(m - M) / S). Memory: one
+// read of x and mask, one write of y; causal rows read only kept columns. A streamed row's mask is read again.
 //
-// With a mask or causal, a row of -inf gives zeros: m counts as 0 and s as 1. Left out elements are zero, even beside
-// NaN, because backward recognises them by that. NaN makes s NaN, so only such rows look for left out elements.
+// With a mask or causal, a row of -inf gives zeros: m counts as 0 and S as 1. Left out elements are zero, even beside
+// NaN, because backward recognises them by that. NaN makes S NaN, so only such rows look for left out elements.
 #pragma once
 
+#include "math.cuh"
+#include "row_executors.cuh"
 #include "shared/reduce_args.h"
-#include "softmax_rows.cuh"
+#include "sums.cuh"
 
 namespace kf {
 
-// A row's logits.
-template <class S> struct Logits {
+__device__ inline float negative_infinity(float) { return __int_as_float(0xff800000); }
+__device__ inline double negative_infinity(double) { return __longlong_as_double(0xfff0000000000000ll); }
+
+// e^(v - max). A product with log2(e) could overflow for a mask of the lowest finite number.
+__device__ inline float exp_below(float v, float max) { return Hardware::exp2((v - max) * 1.44269504f); }
+__device__ inline double exp_below(double v, double max) { return exp(v - max); }
+
+// v * factor / by: in float one product, in double exactly, because nothing hides its errors.
+template <class A> struct Quotient;
+template <> struct Quotient<float> {
+  float ratio;
+  __device__ Quotient(float factor, float by) : ratio(factor / by) {}
+  __device__ float operator()(float v) const { return v * ratio; }
+};
+template <> struct Quotient<double> {
+  double factor, by;
+  __device__ double operator()(double v) const { return v * factor / by; }
+};
+
+template <class S> struct Softmax {
   using A = typename S::Acc;
   using X = typename S::X;
   using MaskType = typename S::MaskType;
-  static constexpr int kVec = S::kVec;
+  using Args = SoftmaxArgs;
+  using First = X;
+  using Second = absent;
+  static constexpr int kVec = S::kVec, kAlignFirst = S::kAlignX, kAlignSecond = 1;
   static constexpr bool kBoolean = kPresent<MaskType> && sizeof(MaskType) == sizeof(b8);
   static constexpr bool kAdditive = kPresent<MaskType> && !kBoolean;
   static constexpr bool kMasked = kPresent<MaskType> || S::kCausal;
@@ -27,17 +50,26 @@ template <class S> struct Logits {
     Pack<X, kVec> x;
     Pack<MaskType, kVec> mask;
   };
+  struct Held {
+    A v[kVec];  // logits, then exponentials
+  };
+  struct Finish {
+    Quotient<A> quotient;
+    A sum;
+  };
 
-  const X* x;
+  const X* first;
+  const absent* second = nullptr;
   const MaskType* mask = nullptr;
+  X* y;
   int kept;  // columns from here on are -inf
   A scale;
 
-  __device__ Logits(const SoftmaxArgs& args, i64 row)
-      : x(static_cast<const X*>(args.x) + offset_of_row<S::kStridedX>(args.x_rows, row)), kept(static_cast<int>(args.cols)),
-        scale(static_cast<A>(args.scale)) {
+  __device__ Softmax(const SoftmaxArgs& args, i64 row)
+      : first(static_cast<const X*>(args.x) + row_offset<S::kStridedX, true>(args.x_rows, row)),
+        y(static_cast<X*>(args.y) + row * args.cols), kept(static_cast<int>(args.cols)), scale(static_cast<A>(args.scale)) {
     if constexpr (kPresent<MaskType>)
-      mask = static_cast<const MaskType*>(args.mask) + offset_of_row<S::kStridedMask>(args.mask_rows, row);
+      mask = static_cast<const MaskType*>(args.mask) + row_offset<S::kStridedMask, true>(args.mask_rows, row);
     if constexpr (S::kCausal) {
       const i64 place =
           row <= 0xffffffffll ? static_cast<unsigned>(row) % static_cast<unsigned>(args.causal_rows) : row % args.causal_rows;
@@ -45,10 +77,11 @@ template <class S> struct Logits {
     }
   }
 
-  // `col` is kept.
+  __device__ int limit(int end) const { return S::kCausal ? min(end, kept) : end; }
+
   __device__ Loaded load(int col) const {
     Loaded loaded;
-    loaded.x = kf::load<S::kAlignX, kVec>(x + col);
+    loaded.x = kf::load<S::kAlignX, kVec>(first + col);
     if constexpr (kPresent<MaskType>) {
       constexpr bool kWhole = kAdditive || (kVec > 1 && S::kAlignMask >= kVec);  // booleans come in one piece
       if constexpr (!S::kMaskRepeats && kWhole) {
@@ -61,38 +94,104 @@ template <class S> struct Logits {
     return loaded;
   }
 
-  __device__ void compute(int col, const Loaded& loaded, A (&l)[kVec]) const {
-    widen_pack(loaded.x, l);
+  // Logits.
+  __device__ void hold(int col, int limit, const Loaded& loaded, Held& held) const {
+    if (col < limit) {
+      widen_pack(loaded.x, held.v);
 #pragma unroll
-    for (int e = 0; e < kVec; ++e) l[e] = product(l[e], scale);
-    if constexpr (kAdditive) {
-      A added[kVec];
-      widen_pack(loaded.mask, added);
+      for (int e = 0; e < kVec; ++e) held.v[e] = product(held.v[e], scale);
+      if constexpr (kAdditive) {
+        A added[kVec];
+        widen_pack(loaded.mask, added);
 #pragma unroll
-      for (int e = 0; e < kVec; ++e) l[e] += added[e];
-    }
+        for (int e = 0; e < kVec; ++e) held.v[e] += added[e];
+      }
 #pragma unroll
-    for (int e = 0; e < kVec; ++e) {
-      if constexpr (kBoolean) l[e] = loaded.mask.v[e].bits ? l[e] : negative_infinity(A(0));
-      if constexpr (S::kCausal) l[e] = col + e < kept ? l[e] : negative_infinity(A(0));
+      for (int e = 0; e < kVec; ++e) {
+        if constexpr (kBoolean) held.v[e] = loaded.mask.v[e].bits ? held.v[e] : negative_infinity(A(0));
+        if constexpr (S::kCausal) held.v[e] = col + e < kept ? held.v[e] : negative_infinity(A(0));
+      }
+    } else {
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) held.v[e] = negative_infinity(A(0));
     }
   }
 
   // The number subtracted: nothing if all are -inf.
-  __device__ static A shift(A max) { return max == negative_infinity(A(0)) ? A(0) : max; }
-  // The exponentials' divisor; a fully masked row has only zeros.
-  __device__ static Divisor<A> divisor(A sum) { return Divisor<A>(kMasked && sum == A(0) ? A(1) : sum); }
+  __device__ static A shift_of(A max) { return max == negative_infinity(A(0)) ? A(0) : max; }
 
-  // The quotients of exponentials. `col` is in the row.
-  __device__ void divide(int col, const Divisor<A>& divisor, A sum, A (&v)[kVec]) const {
+  template <class At, int kVectors> __device__ static Pair<A> of_warp(const At&, int, Held (&held)[kVectors]) {
+    A max = negative_infinity(A(0));
 #pragma unroll
-    for (int e = 0; e < kVec; ++e) v[e] = divisor(v[e]);
-    if constexpr (kLeavesOut) {
-      if (sum == sum) return;
+    for (int i = 0; i < kVectors; ++i)
 #pragma unroll
-      for (int e = 0; e < kVec; ++e)
-        if (is_left_out(col + e)) v[e] = 0;
+      for (int e = 0; e < kVec; ++e) max = Larger()(max, held[i].v[e]);
+    max = combine_lanes<S::kLanes>(max, Larger());
+    const A shift = shift_of(max);
+    A sums[kVec] = {};
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i)
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) {
+        held[i].v[e] = exp_below(held[i].v[e], shift);
+        sums[e] += held[i].v[e];
+      }
+    return {max, sum_lanes<S::kLanes>(sum_elements(sums))};
+  }
+
+  // A maximum, and the sum of exponentials so far.
+  struct Running {
+    A max = negative_infinity(A(0)), sum = 0;
+
+    __device__ void raise(A other) {
+      const A raised = Larger()(max, other);
+      if (raised == max) return;
+      sum *= exp_below(max, shift_of(raised));
+      max = raised;
     }
+    __device__ void add(const Held& held) {
+      A most = held.v[0];
+#pragma unroll
+      for (int e = 1; e < kVec; ++e) most = Larger()(most, held.v[e]);
+      raise(most);
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) sum += exp_below(held.v[e], shift_of(max));
+    }
+    __device__ Pair<A> of_warp() {
+      raise(combine_lanes<S::kLanes>(max, Larger()));
+      return {max, sum_lanes<S::kLanes>(sum)};
+    }
+  };
+
+  __device__ static Pair<A> join(int lane, const A (*slots)[2]) {
+    const A max = Exchange<S>::all(lane, [&](int w) { return slots[w][0]; }, Larger(), negative_infinity(A(0)));
+    const A shift = shift_of(max);
+    return {max, Exchange<S>::sum(lane, [&](int w) { return slots[w][1] * exp_below(slots[w][0], shift); })};
+  }
+
+  __device__ static void again(Held& held, const Pair<A>& whole) {
+    const A shift = shift_of(whole.first);
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) held.v[e] = exp_below(held.v[e], shift);
+  }
+
+  __device__ static Finish finish(const Pair<A>& whole, A factor = 1) {
+    return {Quotient<A>{factor, kMasked && whole.second == A(0) ? A(1) : whole.second}, whole.second};
+  }
+  __device__ static Finish finish(const Pair<A>& own, const Pair<A>& whole) {
+    return finish(whole, exp_below(own.first, shift_of(whole.first)));
+  }
+
+  __device__ void write(int col, Held& held, const Finish& finish) const {
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) held.v[e] = finish.quotient(held.v[e]);
+    if constexpr (kLeavesOut)
+      if (finish.sum != finish.sum) {
+#pragma unroll
+        for (int e = 0; e < kVec; ++e)
+          if (is_left_out(col + e)) held.v[e] = 0;
+      }
+    store<S::kAlignY>(y + col, narrow_pack<X>(held.v));
   }
 
  private:
@@ -103,53 +202,6 @@ template <class S> struct Logits {
   }
 };
 
-template <class S> __device__ void softmax(const SoftmaxArgs& args) {
-  using A = typename S::Acc;
-  using X = typename S::X;
-  constexpr int kVec = S::kVec, kLanes = S::kLanes, kRows = S::kThreads / kLanes;
-  __shared__ A slots[2][kLanes > 32 ? kLanes / 32 : 1];
-  wait_for_previous_kernel();
-  const int lane = threadIdx.x % kLanes;
-  i64 row = static_cast<i64>(blockIdx.x) * kRows + threadIdx.x / kLanes;
-  const bool inside = row < args.rows;  // else the last row again: all lanes of a warp take part
-  row = inside ? row : args.rows - 1;
-  const Logits<S> logits(args, row);
-  const auto col_of = [&](int i) { return (i * kLanes + lane) * kVec; };
-
-  typename Logits<S>::Loaded loaded[S::kVectors];
-#pragma unroll
-  for (int i = 0; i < S::kVectors; ++i)
-    if (col_of(i) < logits.kept) loaded[i] = logits.load(col_of(i));
-  A l[S::kVectors][kVec], max = negative_infinity(A(0));
-#pragma unroll
-  for (int i = 0; i < S::kVectors; ++i) {
-    if (col_of(i) < logits.kept) {
-      logits.compute(col_of(i), loaded[i], l[i]);
-    } else {
-#pragma unroll
-      for (int e = 0; e < kVec; ++e) l[i][e] = negative_infinity(A(0));
-    }
-#pragma unroll
-    for (int e = 0; e < kVec; ++e) max = larger(max, l[i][e]);
-  }
-  const A shift = Logits<S>::shift(max_of_threads<kLanes>(max, slots[0]));
-  A sums[kVec] = {};
-#pragma unroll
-  for (int i = 0; i < S::kVectors; ++i)
-#pragma unroll
-    for (int e = 0; e < kVec; ++e) {
-      l[i][e] = exp_below(l[i][e], shift);
-      sums[e] += l[i][e];
-    }
-  const A sum = sum_of_threads<kLanes>(sum_elements(sums), slots[1]);
-  const Divisor<A> divisor = Logits<S>::divisor(sum);
-  X* y = static_cast<X*>(args.y) + row * args.cols;
-#pragma unroll
-  for (int i = 0; i < S::kVectors; ++i) {
-    if (!inside || col_of(i) >= args.cols) continue;
-    logits.divide(col_of(i), divisor, sum, l[i]);
-    store<S::kAlignY>(y + col_of(i), narrow_pack<X>(l[i]));
-  }
-}
+template <class S> __device__ void softmax(const SoftmaxArgs& args) { run_rows<Softmax, S>(args); }
 
 }  // namespace kf

@@ -109,7 +109,48 @@ template <class S> struct Place {
                                          : fewer;
   }
 
+  __device__ static constexpr int cols() { return S::kCols; }
   __device__ bool leader() const { return lane == 0 && warp == 0; }
+};
+
+// The twin of Place for a row whose length is known at run time. The tree is the same. A thread has at most
+// S::kVectors vectors where the kernel holds them. Its i-th one begins at col(i), and exists if that is below `end`.
+template <class S> struct DynamicPlace {
+  static constexpr int kChunk = S::kLanes * S::kVec;
+  static constexpr int kVectors = S::kVectors;
+  static constexpr int kLocalWarps = S::kWarps / S::kCluster;
+  static constexpr bool kCovers = false;
+
+  int lane, row, warp;  // lane in the warp, row in the block, warp of the row
+  int first, end;       // columns of this thread's first vector, and after its warp's last one
+
+  __device__ explicit DynamicPlace(int cols) : DynamicPlace(cols, S::kWarps == 1 ? threadIdx.x % S::kLanes : threadIdx.x) {
+    if constexpr (S::kWarps == 1) row = threadIdx.x / S::kLanes;
+  }
+
+  // For thread `member` of a row.
+  __device__ DynamicPlace(int cols, int member) : lane(member % S::kLanes), row(0), warp(member / S::kLanes), num_cols(cols) {
+    if constexpr (S::kWarps == 1) {
+      first = lane * S::kVec;
+      end = cols;
+    } else {
+      if constexpr (S::kCluster > 1) warp += cluster_rank() * kLocalWarps;
+      first = start(warp) + lane * S::kVec;
+      end = min(start(warp + 1), cols);
+    }
+  }
+
+  // First column of warp w.
+  __device__ int start(int w) const {
+    const int chunks = (num_cols + kChunk - 1) / kChunk;
+    return (w * (chunks / S::kWarps) + min(w, chunks % S::kWarps)) * kChunk;
+  }
+  __device__ int col(int i) const { return first + i * kChunk; }
+  __device__ int cols() const { return num_cols; }
+  __device__ bool leader() const { return lane == 0 && warp == 0; }
+
+ private:
+  int num_cols;
 };
 
 // A division takes more instructions.
@@ -121,12 +162,22 @@ __device__ constexpr int power_of_two(int n) {
   return p;
 }
 
-// Step 2: every lane gets the sum over its kLanes neighbours.
-template <int kLanes, class A> __device__ A sum_lanes(A v) {
+// How two numbers of a row are joined.
+struct Sum {
+  template <class A> __device__ A operator()(A a, A b) const { return a + b; }
+};
+struct Larger {  // NaN loses
+  __device__ float operator()(float a, float b) const { return fmaxf(a, b); }
+  __device__ double operator()(double a, double b) const { return fmax(a, b); }
+};
+
+// Step 2: every lane gets what its kLanes neighbours make together.
+template <int kLanes, class Combine, class A> __device__ A combine_lanes(A v, Combine combine) {
 #pragma unroll
-  for (int offset = 1; offset < kLanes; offset *= 2) v += __shfl_xor_sync(0xffffffffu, v, offset);
+  for (int offset = 1; offset < kLanes; offset *= 2) v = combine(v, __shfl_xor_sync(0xffffffffu, v, offset));
   return v;
 }
+template <int kLanes, class A> __device__ A sum_lanes(A v) { return combine_lanes<kLanes>(v, Sum()); }
 
 // Gives every lane the even lanes' and the odd lanes' number.
 template <class A> __device__ void split(A mine, bool odd, A& first, A& second) {
@@ -148,7 +199,12 @@ template <int kLanes, class A> __device__ void sum_lanes(A& first, A& second) {
   }
 }
 
-// Step 3: two sums per warp, exchanged through shared memory with one barrier.
+// Two numbers that a warp, or a row, leaves.
+template <class A> struct Pair {
+  A first, second;
+};
+
+// Step 3: two numbers per warp, exchanged through shared memory with one barrier.
 template <class S> struct Exchange {
   using A = typename S::Acc;
   static constexpr int kPadded = power_of_two(S::kWarps);           // absent warps are zeros
@@ -178,18 +234,19 @@ template <class S> struct Exchange {
     }
   }
 
-  // The sum of f(warp) over all warps, pairwise, in every lane, each of which takes kEach.
-  template <int kEach = kPerLane, class F> __device__ static A sum(int lane, F&& f) {
+  // f(warp) of all warps, combined pairwise, in every lane, each of which takes kEach. `neutral` changes nothing.
+  template <int kEach = kPerLane, class F, class Combine> __device__ static A all(int lane, F&& f, Combine combine, A neutral) {
     const int first = lane * kEach % kPadded;
     A v[kEach];
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) v[i] = kPadded == S::kWarps || first + i < S::kWarps ? f(first + i) : A(0);
+    for (int i = 0; i < kEach; ++i) v[i] = kPadded == S::kWarps || first + i < S::kWarps ? f(first + i) : neutral;
 #pragma unroll
     for (int step = 1; step < kEach; step *= 2)
 #pragma unroll
-      for (int i = 0; i < kEach; i += 2 * step) v[i] += v[i + step];
-    return sum_lanes<kPadded / kEach>(v[0]);
+      for (int i = 0; i < kEach; i += 2 * step) v[i] = combine(v[i], v[i + step]);
+    return combine_lanes<kPadded / kEach>(v[0], combine);
   }
+  template <int kEach = kPerLane, class F> __device__ static A sum(int lane, F&& f) { return all<kEach>(lane, f, Sum(), A(0)); }
 
   // Both sums over all pairs; RMSNorm needs only the second. With few warps every lane adds up all, without shuffles. With 16,
   // even lanes take the first of each pair and odd lanes the second. With more, lanes share them, one sum after the

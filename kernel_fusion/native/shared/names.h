@@ -22,6 +22,7 @@ enum class Mode : int { kLinear = 0, kVector = 1, kBroadcast = 2, kStrided = 3, 
 enum class Map : int { kSquare = 0, kAbs = 1, kNone = 2 };
 enum class KeptParameters : int { kNothing = 0, kWeight = 1, kBoth = 2, kShared = 3 };
 enum class KeptSums : int { kNone = 0, kRegisters = 1, kShared = 2, kApart = 3, kStored = 4 };
+enum class Reading : int { kResident = 0, kStreamed = 1, kTwice = 2 };
 
 inline constexpr int kOperands = 5;
 

@@ -1,0 +1,134 @@
+"""Plans of row operations other than norms, whose rows have a run-time length (kernels/row_executors.cuh).
+
+A kernel serves all lengths up to 2^k or 3 * 2^k vectors, so a new length seldom compiles anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from kernel_fusion.backends.cuda.device import Device
+from kernel_fusion.backends.cuda.plan import SMALL_ROW_THREADS, Ring
+from kernel_fusion.backends.cuda.source import Launch
+from kernel_fusion.backends.cuda.tree import MAX_CLUSTER, ceil_div, power_of_two
+from kernel_fusion.core.fields import Names, constants
+from kernel_fusion.core.other_specs import RowAccess
+from kernel_fusion.core.spec import ITEMSIZE
+
+# How a row is read: into registers; through shared memory, while coming rows are copied there; or twice from memory.
+Reading = Annotated[str, Names("Reading", ("resident", "streamed", "twice"))]
+
+_STREAM_THREADS = 512
+_MAX_STREAM_THREADS = 1024
+# Bytes of one tensor that a block of a cluster streams, at best; elements that a thread of it holds, at most.
+_PIECE_BYTES, _STREAMED_ELEMENTS = 32768, 32
+# Slots that a stream needs, and shared memory for its barriers and sums at most.
+_LEAST_SLOTS, _BARRIER_BYTES = 2, 6144
+_NO_RING = Ring()
+_UNROLL = 4  # vectors at a time of a row that is read twice
+
+
+@dataclass(frozen=True)
+class RowPlan(Launch):
+    """How a row operation runs.
+
+    Attributes:
+        reading: how a row is read.
+        lanes: threads of a warp that share a row; fewer than 32 only if a row has one warp.
+        warps: of a row, over all blocks of its cluster.
+        vectors: a thread's, at most; 0 for rows that are read twice.
+        ring: how rows pass through shared memory.
+    """
+
+    reading: Reading
+    lanes: int
+    warps: int
+    vectors: int = 0
+    ring: Ring = _NO_RING
+
+    def __str__(self) -> str:
+        where = f"a cluster of {self.cluster} blocks" if self.cluster > 1 else "a block"
+        if self.per_block > 1:
+            shape = f"{self.per_block} rows per block of {self.threads} threads, {self.lanes} lanes per row"
+        else:
+            shape = f"{where} of {self.threads} threads per row"
+        words = {"resident": "row in registers", "streamed": "rows through shared memory", "twice": "row read twice"}
+        return f"{shape}, {words[self.reading]}"
+
+
+def resident_plan(lanes: int, vectors: int, resident_threads: int) -> RowPlan:
+    """Rows in the registers of `lanes` threads each, with registers for `resident_threads` on a multiprocessor."""
+    threads = max(lanes, SMALL_ROW_THREADS) if lanes <= 32 else lanes
+    return RowPlan(
+        threads=threads,
+        per_block=threads // lanes,
+        reading="resident",
+        lanes=min(lanes, 32),
+        warps=max(1, lanes // 32),
+        vectors=vectors,
+        min_blocks=max(1, resident_threads // threads),
+    )
+
+
+def streamed_plan(capacity: int, vec: int, dtypes: Iterable[str], device: Device, ring: Ring) -> RowPlan | None:
+    """Rows through the shared memory of a cluster, or None if it has no room for two.
+
+    Args:
+        capacity: vectors of the longest row.
+        vec: elements of a vector.
+        dtypes: of the tensors that pass through shared memory.
+        device: that the kernel runs on.
+        ring: with the most slots.
+    """
+    itemsizes = [ITEMSIZE[dtype] for dtype in dtypes]
+    wanted = power_of_two(ceil_div(capacity * vec * max(itemsizes), _PIECE_BYTES))
+    clusters = [min(MAX_CLUSTER, wanted)]
+    if wanted > MAX_CLUSTER and device.arch == 90:
+        clusters.append(2 * MAX_CLUSTER)
+    plans = (_streamed_by(cluster, capacity, vec, itemsizes, device, ring) for cluster in clusters)
+    return next(filter(None, plans), None) if device.has_clusters else None
+
+
+def _streamed_by(
+    cluster: int, capacity: int, vec: int, itemsizes: Sequence[int], device: Device, ring: Ring
+) -> RowPlan | None:
+    threads = _STREAM_THREADS
+    while threads < _MAX_STREAM_THREADS and capacity * vec > cluster * threads * _STREAMED_ELEMENTS:
+        threads *= 2
+    vectors = ceil_div(capacity, cluster * threads)
+    # The tree depends on no alignment, so rows of any alignment must fit.
+    slot_bytes = sum(ceil_div(threads * vectors * vec * itemsize, 16) * 16 + 16 for itemsize in itemsizes)
+    slots = min(ring.slots, (device.shared_bytes - _BARRIER_BYTES) // slot_bytes)
+    if slots < _LEAST_SLOTS or vectors * vec > 2 * _STREAMED_ELEMENTS:
+        return None
+    helpers = ring.helpers if threads + 32 * ring.helpers <= _MAX_STREAM_THREADS else 0
+    return RowPlan(
+        threads=threads + 32 * helpers,
+        cluster=cluster,
+        shared_bytes=slots * slot_bytes,
+        persistent=True,
+        reading="streamed",
+        lanes=32,
+        warps=cluster * threads // 32,
+        vectors=vectors,
+        ring=Ring(slots, helpers, ring.pace),
+    )
+
+
+def twice_plan(threads: int) -> RowPlan:
+    """Rows that a block reads twice."""
+    return RowPlan(threads=threads, reading="twice", lanes=32, warps=threads // 32)
+
+
+def row_constants(plan: RowPlan, vec: int, aligned: Mapping[str, RowAccess]) -> dict[str, int | str]:
+    """The constants of a row kernel; `aligned` has its tensors' accesses by the names of their types."""
+    known: dict[str, int | str] = {"kVec": vec, "kUnroll": _UNROLL, "kRows": plan.per_block, "kGrouped": 0}
+    known |= constants(plan, "threads", "lanes", "warps", "cluster", "vectors", "reading")
+    known |= constants(plan.ring, "slots", "helpers")
+    known["kPaceTolerance"] = plan.ring.pace.tolerance if plan.ring.pace else 0
+    known["kPaceLeast"] = plan.ring.pace.least if plan.ring.pace else 0
+    for name, rows in aligned.items():
+        known |= {f"{key}{name}": value for key, value in constants(rows, "align", "strided").items()}
+    return known
