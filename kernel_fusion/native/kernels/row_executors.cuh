@@ -103,7 +103,7 @@ template <class P, class S> __device__ void row_streamed(const typename P::Args&
   const At at(static_cast<int>(args.cols), member);
   const Stream stream{*settled_shared(&shared), pacing, at, 0, member};
   stream.init();
-  const int first_col = stream.first_col(), cols = stream.cols();
+  const int first_col = at.block_begin(), cols = at.block_cols();
   char* const ring = settled_shared(slots);
   const auto fill = [&](i64 index, int slot) {
     const P row(args, index);

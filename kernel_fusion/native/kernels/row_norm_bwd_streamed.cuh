@@ -13,13 +13,11 @@ namespace kf {
 
 // Writes a thread's sums to its block's partial row. Several groups add theirs up in shared memory, in order.
 template <class S, class Stream, int kVectors>
-__device__ void store_sums(const RowNormBwdArgs& args, const Stream& stream, float (&sums)[kColumnSums<S>][kVectors][S::kVec],
-                           char* shared) {
+__device__ void store_sums(const RowNormBwdArgs& args, const Place<S>& at, int group,
+                           float (&sums)[kColumnSums<S>][kVectors][S::kVec], char* shared) {
   using A = float;
-  const Place<S>& at = stream.at;
-  const int group = stream.group;
   constexpr int kGroups = S::kRows, kOwn = Stream::kCols;  // of the block
-  const int first_col = stream.first_col(), cols = stream.cols();
+  const int first_col = Place<S>::block_begin(), cols = Place<S>::block_cols();
   const i64 partial = static_cast<i64>(blockIdx.x / S::kCluster) * args.partial_pitch + group_offset<S>(args, S::kCols);
   A* const out[3] = {static_cast<A*>(args.dweight_partials) + partial, static_cast<A*>(args.dbias_partials) + partial,
                      static_cast<A*>(args.dgate_partials) + partial};
@@ -203,7 +201,7 @@ template <class S> __device__ void row_norm_bwd_streamed(const RowNormBwdArgs& a
   const P at(member);
   Stream stream{*settled_shared(&shared[group]), pacing, at, group, member};
   stream.init();
-  const int first_col = stream.first_col(), cols = stream.cols();
+  const int first_col = Place<S>::block_begin(), cols = Place<S>::block_cols();
   char* const own_slots = settled_shared(slots + group * kRingBytes);
   const Ring ring(args, stream, first_col, cols, own_slots, settled_shared(stats[group]));
   const auto fill = [&](i64 sample, int slot) { ring.fill(sample, slot); };
@@ -239,7 +237,7 @@ template <class S> __device__ void row_norm_bwd_streamed(const RowNormBwdArgs& a
   if (!are_few) stream.run(args.rows, first, step, fill, first_pass, combine, second_pass);
 
   if constexpr (S::kRows > 1) __syncthreads();  // the rows have left the slots
-  store_sums<S>(args, stream, sums, slots);
+  store_sums<S, Stream>(args, at, group, sums, slots);
   stream.join();
 }
 

@@ -57,7 +57,7 @@ template <class S> __device__ void row_norm_fwd_streamed(const RowNormFwdArgs& a
   const P at(member);
   const Stream stream{*settled_shared(&shared), pacing, at, 0, member};
   stream.init();
-  const int first_col = stream.first_col(), cols = stream.cols();
+  const int first_col = P::block_begin(), cols = P::block_cols();
   char* const ring = settled_shared(slots);
   const X x{args.x, &args.x_rows, ring, kSlotBytes, first_col};
   const Other other{args.residual, &args.residual_rows, ring + X::kBytes, kSlotBytes, first_col};

@@ -173,14 +173,6 @@ template <class S, int kFills = 1, int kHelpers = 0, class P = Place<S>> struct 
     }
   }
 
-  // This block's first column, and their number.
-  __device__ int first_col() const { return S::kCluster > 1 ? at.start(static_cast<int>(cluster_rank()) * P::kLocalWarps) : 0; }
-  __device__ int cols() const {
-    if constexpr (P::kCovers) return kCols;
-    const int end = S::kCluster > 1 ? at.start(static_cast<int>(cluster_rank() + 1) * P::kLocalWarps) : at.cols();
-    return min(end, at.cols()) - first_col();
-  }
-
   // Rows first, first + step, ... below `rows`:
   //   fill(row, slot)               one thread starts the copies and announces their bytes on full[slot]
   //   first_pass(row, slot) -> own  the warp's two sums

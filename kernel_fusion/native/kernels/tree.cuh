@@ -109,7 +109,14 @@ template <class S> struct Place {
                                          : fewer;
   }
 
-  __device__ static constexpr int cols() { return S::kCols; }
+  // This block's first column, and their number.
+  __device__ static int block_begin() { return S::kCluster > 1 ? start(static_cast<int>(cluster_rank()) * kLocalWarps) : 0; }
+  __device__ static int block_cols() {
+    if constexpr (kCovers) return kLocalWarps * kVectors * kChunk;
+    const int end = S::kCluster > 1 ? start(static_cast<int>(cluster_rank() + 1) * kLocalWarps) : S::kCols;
+    return min(end, S::kCols) - block_begin();
+  }
+
   __device__ bool leader() const { return lane == 0 && warp == 0; }
 };
 
@@ -146,7 +153,11 @@ template <class S> struct DynamicPlace {
     return (w * (chunks / S::kWarps) + min(w, chunks % S::kWarps)) * kChunk;
   }
   __device__ int col(int i) const { return first + i * kChunk; }
-  __device__ int cols() const { return num_cols; }
+  __device__ int block_begin() const { return S::kCluster > 1 ? start(static_cast<int>(cluster_rank()) * kLocalWarps) : 0; }
+  __device__ int block_cols() const {
+    const int after = S::kCluster > 1 ? start(static_cast<int>(cluster_rank() + 1) * kLocalWarps) : num_cols;
+    return min(after, num_cols) - block_begin();
+  }
   __device__ bool leader() const { return lane == 0 && warp == 0; }
 
  private:
@@ -243,7 +254,7 @@ template <class S> struct Exchange {
 #pragma unroll
     for (int step = 1; step < kEach; step *= 2)
 #pragma unroll
-      for (int i = 0; i < kEach; i += 2 * step) v[i] = combine(v[i], v[i + step]);
+      for (int i = 0; i < kEach; i += 2 * step) v[i] = combine(v[i + step], v[i]);
     return combine_lanes<kPadded / kEach>(v[0], combine);
   }
   template <int kEach = kPerLane, class F> __device__ static A sum(int lane, F&& f) { return all<kEach>(lane, f, Sum(), A(0)); }
