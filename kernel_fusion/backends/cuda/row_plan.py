@@ -21,9 +21,8 @@ from kernel_fusion.core.spec import ITEMSIZE
 Reading = Annotated[str, Names("Reading", ("resident", "streamed", "twice"))]
 
 _STREAM_THREADS = 512
-_MAX_STREAM_THREADS = 1024
 # Bytes of one tensor that a block of a cluster streams, at best; elements that a thread of it holds, at most.
-_PIECE_BYTES, _STREAMED_ELEMENTS = 32768, 32
+_PIECE_BYTES, _STREAMED_ELEMENTS = 32768, 64
 # Slots that a stream needs, and shared memory for its barriers and sums at most.
 _LEAST_SLOTS, _BARRIER_BYTES = 2, 6144
 _NO_RING = Ring()
@@ -39,6 +38,7 @@ class RowPlan(Launch):
         lanes: threads of a warp that share a row; fewer than 32 only if a row has one warp.
         warps: of a row, over all blocks of its cluster.
         vectors: a thread's, at most; 0 for rows that are read twice.
+        dealt: whether a row's chunks are dealt to its warps in turn, instead of a stretch to each.
         ring: how rows pass through shared memory.
     """
 
@@ -46,6 +46,7 @@ class RowPlan(Launch):
     lanes: int
     warps: int
     vectors: int = 0
+    dealt: bool = False
     ring: Ring = _NO_RING
 
     def __str__(self) -> str:
@@ -58,7 +59,7 @@ class RowPlan(Launch):
         return f"{shape}, {words[self.reading]}"
 
 
-def resident_plan(lanes: int, vectors: int, resident_threads: int) -> RowPlan:
+def resident_plan(lanes: int, vectors: int, resident_threads: int, dealt: bool) -> RowPlan:
     """Rows in the registers of `lanes` threads each, with registers for `resident_threads` on a multiprocessor."""
     threads = max(lanes, SMALL_ROW_THREADS) if lanes <= 32 else lanes
     return RowPlan(
@@ -68,6 +69,7 @@ def resident_plan(lanes: int, vectors: int, resident_threads: int) -> RowPlan:
         lanes=min(lanes, 32),
         warps=max(1, lanes // 32),
         vectors=vectors,
+        dealt=dealt,
         min_blocks=max(1, resident_threads // threads),
     )
 
@@ -95,17 +97,14 @@ def _streamed_by(
     cluster: int, capacity: int, vec: int, itemsizes: Sequence[int], device: Device, ring: Ring
 ) -> RowPlan | None:
     threads = _STREAM_THREADS
-    while threads < _MAX_STREAM_THREADS and capacity * vec > cluster * threads * _STREAMED_ELEMENTS:
-        threads *= 2
     vectors = ceil_div(capacity, cluster * threads)
     # The tree depends on no alignment, so rows of any alignment must fit.
     slot_bytes = sum(ceil_div(threads * vectors * vec * itemsize, 16) * 16 + 16 for itemsize in itemsizes)
     slots = min(ring.slots, (device.shared_bytes - _BARRIER_BYTES) // slot_bytes)
-    if slots < _LEAST_SLOTS or vectors * vec > 2 * _STREAMED_ELEMENTS:
+    if slots < _LEAST_SLOTS or vectors * vec > _STREAMED_ELEMENTS:
         return None
-    helpers = ring.helpers if threads + 32 * ring.helpers <= _MAX_STREAM_THREADS else 0
     return RowPlan(
-        threads=threads + 32 * helpers,
+        threads=threads + 32 * ring.helpers,
         cluster=cluster,
         shared_bytes=slots * slot_bytes,
         persistent=True,
@@ -113,19 +112,19 @@ def _streamed_by(
         lanes=32,
         warps=cluster * threads // 32,
         vectors=vectors,
-        ring=Ring(slots, helpers, ring.pace),
+        ring=Ring(slots, ring.helpers, ring.pace),
     )
 
 
 def twice_plan(threads: int) -> RowPlan:
     """Rows that a block reads twice."""
-    return RowPlan(threads=threads, reading="twice", lanes=32, warps=threads // 32)
+    return RowPlan(threads=threads, reading="twice", lanes=32, warps=threads // 32, dealt=True)
 
 
 def row_constants(plan: RowPlan, vec: int, aligned: Mapping[str, RowAccess]) -> dict[str, int | str]:
     """The constants of a row kernel; `aligned` has its tensors' accesses by the names of their types."""
     known: dict[str, int | str] = {"kVec": vec, "kUnroll": _UNROLL, "kRows": plan.per_block, "kGrouped": 0}
-    known |= constants(plan, "threads", "lanes", "warps", "cluster", "vectors", "reading")
+    known |= constants(plan, "threads", "lanes", "warps", "cluster", "vectors", "dealt", "reading")
     known |= constants(plan.ring, "slots", "helpers")
     known["kPaceTolerance"] = plan.ring.pace.tolerance if plan.ring.pace else 0
     known["kPaceLeast"] = plan.ring.pace.least if plan.ring.pace else 0

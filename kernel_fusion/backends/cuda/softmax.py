@@ -11,24 +11,34 @@ from kernel_fusion.core.other_specs import RowAccess, SoftmaxAccess, SoftmaxBwdS
 from kernel_fusion.core.spec import ITEMSIZE, VECTOR_BYTES
 
 _MAX_THREADS = 1024
-_STREAMED_BYTES = 32768  # of a row; a longer one streams
-_FORWARD = Ring(slots=4, helpers=1, pace=Pace(tolerance=7))
-_BACKWARD = Ring(slots=4)
+_RESIDENT_BYTES = 32768  # of a row of forward; longer ones stream
+_FORWARD = Ring(slots=4, helpers=2, pace=Pace(tolerance=7))
+_BACKWARD = Ring(slots=4, pace=Pace(tolerance=8))
 
 
 def plan(spec: SoftmaxSpec | SoftmaxBwdSpec, access: SoftmaxAccess, device: Device) -> RowPlan:
-    """Up to 32 bytes of a row per thread, 64 of half-read causal fp32; longer rows stream if they can."""
+    """In registers up to 32 KB of a row, of backward all that a block holds; then streamed; else read twice."""
+    resident = _resident(spec, access, device)
     backward = isinstance(spec, SoftmaxBwdSpec)
+    tensors = (spec.y, spec.dy) if isinstance(spec, SoftmaxBwdSpec) else (spec.x,)
+    itemsize = ITEMSIZE[tensors[0]]
+    if resident and (backward or access.capacity * access.vec * itemsize <= _RESIDENT_BYTES):
+        return resident
+    # Single elements of two bytes take too many instructions.
+    if spec.acc == "f32" and (backward or access.vec * itemsize > 2):
+        streamed = streamed_plan(access.capacity, access.vec, tensors, device, _BACKWARD if backward else _FORWARD)
+        resident = streamed or resident
+    return resident or twice_plan(_MAX_THREADS // 2 if itemsize == 8 else _MAX_THREADS)
+
+
+def _resident(spec: SoftmaxSpec | SoftmaxBwdSpec, access: SoftmaxAccess, device: Device) -> RowPlan | None:
+    """Up to 32 bytes of a row per thread, 64 of half-read causal fp32; more only in the largest block."""
+    backward, causal = isinstance(spec, SoftmaxBwdSpec), isinstance(spec, SoftmaxSpec) and spec.causal
     itemsize = ITEMSIZE[spec.y if isinstance(spec, SoftmaxBwdSpec) else spec.x]
     whole = access.vec * itemsize == VECTOR_BYTES  # other vectors take a register per element
     max_threads = _MAX_THREADS // 2 if itemsize == 8 else _MAX_THREADS
-    if spec.acc == "f32" and access.capacity * access.vec * itemsize > _STREAMED_BYTES:
-        tensors = (spec.dy, spec.y) if isinstance(spec, SoftmaxBwdSpec) else (spec.x,)
-        streamed = streamed_plan(access.capacity, access.vec, tensors, device, _BACKWARD if backward else _FORWARD)
-        if streamed is not None:
-            return streamed
     elements = 32 // itemsize if whole else 16 if itemsize < 8 else 8
-    if isinstance(spec, SoftmaxSpec) and spec.causal and spec.x == "f32" and whole:
+    if causal and itemsize == 4 and whole:
         elements *= 2
     # 64 registers (fp64: 128) hold this beside a mask. Vectors in pieces need some, and fp32 on sm_120.
     roomy = whole and (itemsize == 2 or device.arch < 120)
@@ -45,13 +55,13 @@ def plan(spec: SoftmaxSpec | SoftmaxBwdSpec, access: SoftmaxAccess, device: Devi
         lanes *= 2
     vectors = -(-access.capacity // lanes)
     if vectors * access.vec > most:
-        return twice_plan(max_threads)
+        return None
     # Threads that registers must allow; addresses of single elements take some.
-    resident = 512 if spec.acc == "f64" else 768 if access.vec == 1 else 1024
+    threads = 512 if spec.acc == "f64" else 768 if access.vec == 1 else 1024
     plain = isinstance(spec, SoftmaxSpec) and spec.mask is None and spec.acc == "f32" and whole
     if plain and vectors <= 3 and vectors * access.vec <= 16 and device.arch == 90:
-        resident = 2048  # of 32 registers
-    return resident_plan(lanes, vectors, resident)
+        threads = 2048  # of 32 registers
+    return resident_plan(lanes, vectors, threads, dealt=whole or causal)
 
 
 def source(spec: SoftmaxSpec, access: SoftmaxAccess, plan: RowPlan) -> Source:

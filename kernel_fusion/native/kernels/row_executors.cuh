@@ -72,7 +72,7 @@ template <class P, class S> __device__ void row_twice(const typename P::Args& ar
   using Held = typename P::Held;
   typename P::Running running;
   batched<S::kUnroll, false>(
-      at.first, limit, at.kChunk, [&](int col) { return row.load(col); },
+      at.first, limit, at.kStep, [&](int col) { return row.load(col); },
       [&](int col, const Loaded& loaded) {
         Held held;
         row.hold(col, limit, loaded, held);
@@ -81,7 +81,7 @@ template <class P, class S> __device__ void row_twice(const typename P::Args& ar
   const auto whole = join_warps<P>(at, running.of_warp());
   const auto finish = row.finish(whole);
   const auto load = [&](int col) { return col < limit ? row.load(col) : Loaded(); };
-  batched<S::kUnroll, false>(at.first, at.end, at.kChunk, load, [&](int col, const Loaded& loaded) {
+  batched<S::kUnroll, false>(at.first, at.end, at.kStep, load, [&](int col, const Loaded& loaded) {
     Held held;
     row.hold(col, limit, loaded, held);
     row.again(held, whole);

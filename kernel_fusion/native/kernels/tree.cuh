@@ -120,10 +120,12 @@ template <class S> struct Place {
   __device__ bool leader() const { return lane == 0 && warp == 0; }
 };
 
-// The twin of Place for a row whose length is known at run time. The tree is the same. A thread has at most
-// S::kVectors vectors where the kernel holds them. Its i-th one begins at col(i), and exists if that is below `end`.
+// The twin of Place for a row whose length is known at run time. The tree is the same, but with S::kDealt chunks are
+// dealt to the warps in turn, so that all work where the row is. A thread has at most S::kVectors vectors where the
+// kernel holds them. Its i-th one begins at col(i), and exists if that is below `end`.
 template <class S> struct DynamicPlace {
   static constexpr int kChunk = S::kLanes * S::kVec;
+  static constexpr int kStep = S::kDealt ? S::kWarps * kChunk : kChunk;  // between a thread's vectors
   static constexpr int kVectors = S::kVectors;
   static constexpr int kLocalWarps = S::kWarps / S::kCluster;
   static constexpr bool kCovers = false;
@@ -137,8 +139,9 @@ template <class S> struct DynamicPlace {
 
   // For thread `member` of a row.
   __device__ DynamicPlace(int cols, int member) : lane(member % S::kLanes), row(0), warp(member / S::kLanes), num_cols(cols) {
-    if constexpr (S::kWarps == 1) {
-      first = lane * S::kVec;
+    if constexpr (S::kWarps == 1 || S::kDealt) {
+      static_assert(S::kCluster == 1);
+      first = member * S::kVec;
       end = cols;
     } else {
       if constexpr (S::kCluster > 1) warp += cluster_rank() * kLocalWarps;
@@ -152,7 +155,7 @@ template <class S> struct DynamicPlace {
     const int chunks = (num_cols + kChunk - 1) / kChunk;
     return (w * (chunks / S::kWarps) + min(w, chunks % S::kWarps)) * kChunk;
   }
-  __device__ int col(int i) const { return first + i * kChunk; }
+  __device__ int col(int i) const { return first + i * kStep; }
   __device__ int block_begin() const { return S::kCluster > 1 ? start(static_cast<int>(cluster_rank()) * kLocalWarps) : 0; }
   __device__ int block_cols() const {
     const int after = S::kCluster > 1 ? start(static_cast<int>(cluster_rank() + 1) * kLocalWarps) : num_cols;
