@@ -118,11 +118,12 @@ class ReduceAccess:
 
 @dataclass(frozen=True)
 class SoftmaxSpec(ByX):
-    """Softmax of rows of x, perhaps with a mask ("b8": boolean)."""
+    """Softmax of rows of x, perhaps with a mask ("b8": boolean), and perhaps with a `scale` other than 1."""
 
     x: Dtype
     mask: Dtype | None = None
     causal: bool = False
+    scaled: bool = False
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ from kernel_fusion.core.spec import ITEMSIZE
 Reading = Annotated[str, Names("Reading", ("resident", "streamed", "twice"))]
 
 _STREAM_THREADS = 512
-# Bytes of one tensor that a block of a cluster streams, at best; elements that a thread of it holds, at most.
-_PIECE_BYTES, _STREAMED_ELEMENTS = 32768, 64
+_PIECE_BYTES = 32768  # of one tensor, that a block of a cluster streams at best
 # Slots that a stream needs, and shared memory for its barriers and sums at most.
 _LEAST_SLOTS, _BARRIER_BYTES = 2, 6144
 _NO_RING = Ring()
@@ -74,7 +73,9 @@ def resident_plan(lanes: int, vectors: int, resident_threads: int, dealt: bool) 
     )
 
 
-def streamed_plan(capacity: int, vec: int, dtypes: Iterable[str], device: Device, ring: Ring) -> RowPlan | None:
+def streamed_plan(
+    capacity: int, vec: int, dtypes: Iterable[str], device: Device, ring: Ring, most: int
+) -> RowPlan | None:
     """Rows through the shared memory of a cluster, or None if it has no room for two.
 
     Args:
@@ -83,25 +84,26 @@ def streamed_plan(capacity: int, vec: int, dtypes: Iterable[str], device: Device
         dtypes: of the tensors that pass through shared memory.
         device: that the kernel runs on.
         ring: with the most slots.
+        most: elements that a thread holds.
     """
     itemsizes = [ITEMSIZE[dtype] for dtype in dtypes]
     wanted = power_of_two(ceil_div(capacity * vec * max(itemsizes), _PIECE_BYTES))
     clusters = [min(MAX_CLUSTER, wanted)]
-    if wanted > MAX_CLUSTER and device.arch == 90:
+    if clusters[0] < wanted and device.arch == 90:
         clusters.append(2 * MAX_CLUSTER)
-    plans = (_streamed_by(cluster, capacity, vec, itemsizes, device, ring) for cluster in clusters)
+    plans = (_streamed_by(cluster, capacity, vec, itemsizes, device, ring, most) for cluster in clusters)
     return next(filter(None, plans), None) if device.has_clusters else None
 
 
 def _streamed_by(
-    cluster: int, capacity: int, vec: int, itemsizes: Sequence[int], device: Device, ring: Ring
+    cluster: int, capacity: int, vec: int, itemsizes: Sequence[int], device: Device, ring: Ring, most: int
 ) -> RowPlan | None:
     threads = _STREAM_THREADS
     vectors = ceil_div(capacity, cluster * threads)
     # The tree depends on no alignment, so rows of any alignment must fit.
     slot_bytes = sum(ceil_div(threads * vectors * vec * itemsize, 16) * 16 + 16 for itemsize in itemsizes)
     slots = min(ring.slots, (device.shared_bytes - _BARRIER_BYTES) // slot_bytes)
-    if slots < _LEAST_SLOTS or vectors * vec > _STREAMED_ELEMENTS:
+    if slots < _LEAST_SLOTS or vectors * vec > most:
         return None
     return RowPlan(
         threads=threads + 32 * ring.helpers,

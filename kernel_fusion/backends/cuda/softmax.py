@@ -11,9 +11,10 @@ from kernel_fusion.core.other_specs import RowAccess, SoftmaxAccess, SoftmaxBwdS
 from kernel_fusion.core.spec import ITEMSIZE, VECTOR_BYTES
 
 _MAX_THREADS = 1024
+# Elements that a thread of a streamed row holds, at most.
+_ELEMENTS, _MASKED_ELEMENTS = 64, 32
 _RESIDENT_BYTES = 32768  # of a row of forward; longer ones stream
-_FORWARD = Ring(slots=4, helpers=2, pace=Pace(tolerance=7))
-_BACKWARD = Ring(slots=4, pace=Pace(tolerance=8))
+_RING = Ring(slots=4, helpers=2, pace=Pace(tolerance=7))
 
 
 def plan(spec: SoftmaxSpec | SoftmaxBwdSpec, access: SoftmaxAccess, device: Device) -> RowPlan:
@@ -24,9 +25,12 @@ def plan(spec: SoftmaxSpec | SoftmaxBwdSpec, access: SoftmaxAccess, device: Devi
     itemsize = ITEMSIZE[tensors[0]]
     if resident and (backward or access.capacity * access.vec * itemsize <= _RESIDENT_BYTES):
         return resident
-    # Single elements of two bytes take too many instructions.
-    if spec.acc == "f32" and (backward or access.vec * itemsize > 2):
-        streamed = streamed_plan(access.capacity, access.vec, tensors, device, _BACKWARD if backward else _FORWARD)
+    # Short vectors of fp16 and bf16 take too many instructions.
+    if spec.acc == "f32" and (backward or itemsize == 4 or access.vec * itemsize == VECTOR_BYTES):
+        plain = isinstance(spec, SoftmaxBwdSpec) or not (spec.mask or spec.causal)
+        streamed = streamed_plan(
+            access.capacity, access.vec, tensors, device, _RING, _ELEMENTS if plain else _MASKED_ELEMENTS
+        )
         resident = streamed or resident
     return resident or twice_plan(_MAX_THREADS // 2 if itemsize == 8 else _MAX_THREADS)
 
@@ -68,7 +72,7 @@ def source(spec: SoftmaxSpec, access: SoftmaxAccess, plan: RowPlan) -> Source:
     """The source of the kernel."""
     types: dict[str, str | None] = {"X": spec.x, "MaskType": spec.mask, "Acc": spec.acc}
     known = row_constants(plan, access.vec, {"X": access.x, "Mask": access.other, "Y": RowAccess()})
-    known |= constants(spec, "causal") | constants(access, "mask_repeats")
+    known |= constants(spec, "causal", "scaled") | constants(access, "mask_repeats")
     return Source(f"kf_softmax_{spec.x}", "softmax", "SoftmaxArgs", types, known, plan.threads, plan.min_blocks)
 
 

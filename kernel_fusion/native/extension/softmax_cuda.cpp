@@ -30,7 +30,7 @@ void softmax_cuda(const SoftmaxVerbCall& call, Tensor& y) {
   const bool masked = present(call.mask), repeats = masked && repeats_column(*call.mask);
   const Rows mask = masked ? rows_of_mask(*call.mask) : x;
   const int64_t vec = dividing_power(x.cols, kVectorBytes / size_of(call.input.scalar_type()));
-  const SoftmaxSpec spec{cpu_dtype(call.input.scalar_type()), mask_dtype(call.mask), call.causal};
+  const SoftmaxSpec spec{cpu_dtype(call.input.scalar_type()), mask_dtype(call.mask), call.causal, call.scale != 1};
   SoftmaxAccess access{static_cast<int>(vec), softmax_capacity(x.cols / vec), row_access(x, vec)};
   if (masked) {
     access.other = repeats ? RowAccess{.strided = mask.strided} : row_access(mask, vec);

@@ -9,13 +9,14 @@
 //   First, Second            types of the row's tensors, and their pointers first and second, which a stream redirects
 //   limit(end)               columns from here on need not be read
 //   load(col)                a vector, as loaded
-//   hold(col, limit, loaded) what is held of it; of a column at the limit or beyond, nothing was loaded
+//   kLimited                 whether that can come before the end
+//   hold(col, limit, loaded, held, inside) what is held of it; of a column at the limit or beyond, nothing was loaded
 //   of_warp(at, limit, held) the two numbers of a warp, by all its lanes; may change what is held
 //   Running                  the same, a vector at a time
 //   join(lane, slots)        the row's two numbers, from those of its warps
-//   again(held, whole)       makes of a vector that is read once more what of_warp() makes of it
-//   finish(whole), finish(own, whole)   what write() needs, for a row read once more; for one that is held
-//   write(col, held, finish)
+//   finish(whole), finish(own, whole)   what write() needs, if a row has one warp, and if it has more
+//   write(col, held, finish) what of_warp() left
+//   finish_anew(whole), write_anew(col, held, anew)   the same of a vector that is read once more
 #pragma once
 
 #include "row_stream.cuh"
@@ -75,17 +76,16 @@ template <class P, class S> __device__ void row_twice(const typename P::Args& ar
       at.first, limit, at.kStep, [&](int col) { return row.load(col); },
       [&](int col, const Loaded& loaded) {
         Held held;
-        row.hold(col, limit, loaded, held);
+        row.hold(col, limit, loaded, held, true);
         running.add(held);
       });
   const auto whole = join_warps<P>(at, running.of_warp());
-  const auto finish = row.finish(whole);
-  const auto load = [&](int col) { return col < limit ? row.load(col) : Loaded(); };
+  const auto anew = P::finish_anew(whole);
+  const auto load = [&](int col) { return !P::kLimited || col < limit ? row.load(col) : Loaded(); };
   batched<S::kUnroll, false>(at.first, at.end, at.kStep, load, [&](int col, const Loaded& loaded) {
     Held held;
-    row.hold(col, limit, loaded, held);
-    row.again(held, whole);
-    row.write(col, held, finish);
+    row.hold(col, limit, loaded, held, !P::kLimited);
+    row.write_anew(col, held, anew);
   });
 }
 
@@ -158,14 +158,13 @@ template <class P, class S> __device__ void row_streamed(const typename P::Args&
   const auto second_pass = [&](i64 index, int slot, const Pair<float>& whole) {
     const P row = in_slot(index, slot);
     const int limit = row.limit(at.end);
-    const auto finish = row.finish(whole);
+    const auto anew = P::finish_anew(whole);
 #pragma unroll
     for (int i = 0; i < S::kVectors; ++i) {
       if (at.col(i) >= at.end) continue;
       typename P::Held held;
       held_at(row, limit, i, held);
-      row.again(held, whole);
-      row.write(at.col(i), held, finish);
+      row.write_anew(at.col(i), held, anew);
     }
   };
   stream.run(args.rows, begin, step, fill, first_pass, combine, second_pass);

@@ -18,8 +18,9 @@ namespace kf {
 __device__ inline float negative_infinity(float) { return __int_as_float(0xff800000); }
 __device__ inline double negative_infinity(double) { return __longlong_as_double(0xfff0000000000000ll); }
 
+inline constexpr float kLog2E = 1.44269504f;
 // e^(v - max). A product with log2(e) could overflow for a mask of the lowest finite number.
-__device__ inline float exp_below(float v, float max) { return Hardware::exp2((v - max) * 1.44269504f); }
+__device__ inline float exp_below(float v, float max) { return Hardware::exp2((v - max) * kLog2E); }
 __device__ inline double exp_below(double v, double max) { return exp(v - max); }
 
 // v * factor / by: in float one product, in double exactly, because nothing hides its errors.
@@ -41,6 +42,7 @@ template <class S> struct Softmax {
   using Args = SoftmaxArgs;
   using First = X;
   using Second = absent;
+  static constexpr bool kLimited = S::kCausal;
   static constexpr int kVec = S::kVec, kAlignFirst = S::kAlignX, kAlignSecond = 1;
   static constexpr bool kBoolean = kPresent<MaskType> && sizeof(MaskType) == sizeof(b8);
   static constexpr bool kAdditive = kPresent<MaskType> && !kBoolean;
@@ -56,6 +58,11 @@ template <class S> struct Softmax {
   struct Finish {
     Quotient<A> quotient;
     A sum;
+  };
+  // For fp16 and bf16 the quotient is part of the exponent, which saves a product.
+  static constexpr bool kRough = sizeof(X) == 2 && sizeof(A) == 4;
+  struct Anew : Finish {
+    A shift, exponent;
   };
 
   const X* first;
@@ -95,11 +102,13 @@ template <class S> struct Softmax {
   }
 
   // Logits.
-  __device__ void hold(int col, int limit, const Loaded& loaded, Held& held) const {
-    if (col < limit) {
+  __device__ void hold(int col, int limit, const Loaded& loaded, Held& held, bool inside = false) const {
+    if (inside || col < limit) {
       widen_pack(loaded.x, held.v);
+      if constexpr (S::kScaled) {
 #pragma unroll
-      for (int e = 0; e < kVec; ++e) held.v[e] = product(held.v[e], scale);
+        for (int e = 0; e < kVec; ++e) held.v[e] = product(held.v[e], scale);
+      }
       if constexpr (kAdditive) {
         A added[kVec];
         widen_pack(loaded.mask, added);
@@ -169,32 +178,44 @@ template <class S> struct Softmax {
     return {max, Exchange<S>::sum(lane, [&](int w) { return slots[w][1] * exp_below(slots[w][0], shift); })};
   }
 
-  __device__ static void again(Held& held, const Pair<A>& whole) {
-    const A shift = shift_of(whole.first);
-#pragma unroll
-    for (int e = 0; e < kVec; ++e) held.v[e] = exp_below(held.v[e], shift);
-  }
-
   __device__ static Finish finish(const Pair<A>& whole, A factor = 1) {
     return {Quotient<A>{factor, kMasked && whole.second == A(0) ? A(1) : whole.second}, whole.second};
   }
   __device__ static Finish finish(const Pair<A>& own, const Pair<A>& whole) {
     return finish(whole, exp_below(own.first, shift_of(whole.first)));
   }
+  __device__ static Anew finish_anew(const Pair<A>& whole) {
+    Anew anew{finish(whole), shift_of(whole.first), 0};
+    if constexpr (kRough) anew.exponent = log2f(anew.quotient.ratio);
+    return anew;
+  }
 
+  // Exponentials.
   __device__ void write(int col, Held& held, const Finish& finish) const {
 #pragma unroll
     for (int e = 0; e < kVec; ++e) held.v[e] = finish.quotient(held.v[e]);
+    put(col, held, finish.sum);
+  }
+  // Logits.
+  __device__ void write_anew(int col, Held& held, const Anew& anew) const {
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) {
+      if constexpr (kRough) held.v[e] = Hardware::exp2(fused(held.v[e] - anew.shift, kLog2E, anew.exponent));
+      else held.v[e] = anew.quotient(exp_below(held.v[e], anew.shift));
+    }
+    put(col, held, anew.sum);
+  }
+
+ private:
+  __device__ void put(int col, Held& held, A sum) const {
     if constexpr (kLeavesOut)
-      if (finish.sum != finish.sum) {
+      if (sum != sum) {
 #pragma unroll
         for (int e = 0; e < kVec; ++e)
           if (is_left_out(col + e)) held.v[e] = 0;
       }
     store<S::kAlignY>(y + col, narrow_pack<X>(held.v));
   }
-
- private:
   __device__ bool is_left_out(int col) const {
     if constexpr (kBoolean)
       if (!mask[S::kMaskRepeats ? 0 : col].bits) return true;

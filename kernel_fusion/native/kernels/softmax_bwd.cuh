@@ -14,6 +14,7 @@ template <class S> struct SoftmaxBwd {
   using Args = SoftmaxBwdArgs;
   using First = typename S::DY;
   using Second = typename S::Y;
+  static constexpr bool kLimited = false;
   static constexpr int kVec = S::kVec, kAlignFirst = S::kAlignDY, kAlignSecond = S::kAlignY;
   struct Loaded {
     Pack<First, kVec> dy;
@@ -35,7 +36,7 @@ template <class S> struct SoftmaxBwd {
   __device__ Loaded load(int col) const {
     return {kf::load<S::kAlignDY, kVec>(first + col), kf::load<S::kAlignY, kVec>(second + col)};
   }
-  __device__ static void hold(int, int, const Loaded& loaded, Held& held) { held = loaded; }
+  __device__ static void hold(int, int, const Loaded& loaded, Held& held, bool = false) { held = loaded; }
 
   __device__ static void add(const Held& held, A (&sums)[kVec]) {
     A g[kVec], p[kVec];
@@ -61,8 +62,8 @@ template <class S> struct SoftmaxBwd {
   __device__ static Pair<A> join(int lane, const A (*slots)[2]) {
     return {Exchange<S>::sum(lane, [&](int w) { return slots[w][0]; }), 0};
   }
-  __device__ static void again(const Held&, const Pair<A>&) {}
   __device__ static A finish(const Pair<A>& whole) { return whole.first; }
+  __device__ static A finish_anew(const Pair<A>& whole) { return whole.first; }
   __device__ static A finish(const Pair<A>&, const Pair<A>& whole) { return whole.first; }
 
   __device__ void write(int col, const Held& held, A sum) const {
@@ -76,6 +77,7 @@ template <class S> struct SoftmaxBwd {
     }
     store<S::kAlignDX>(dx + col, narrow_pack<DX>(g));
   }
+  __device__ void write_anew(int col, const Held& held, A sum) const { write(col, held, sum); }
 };
 
 template <class S> __device__ void softmax_bwd(const SoftmaxBwdArgs& args) { run_rows<SoftmaxBwd, S>(args); }

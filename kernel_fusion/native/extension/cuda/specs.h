@@ -71,7 +71,7 @@ struct ReduceAccess {
 struct SoftmaxSpec {
   static constexpr int kKernel = 4;
   Dtype x, mask = Dtype::kAbsent;
-  int causal = 0;
+  int causal = 0, scaled = 0;
 };
 
 struct RowAccess {
