@@ -319,6 +319,28 @@ def test_row_reductions_reach_every_element_once(reduced: int, dtype: str, rows:
         assert sum(map(len, own)) * vec + after.count(vectors) * tail == length
 
 
+# Grid rationale. Lengths of vocabularies; what the two directions hold; short vectors of bf16, which are read twice.
+@pytest.mark.parametrize(
+    ("spec", "vec", "capacity", "reading"),
+    [
+        (SoftmaxSpec("bf16"), 8, 2048, "resident"),
+        (SoftmaxSpec("bf16"), 8, 4096, "streamed"),
+        (SoftmaxSpec("bf16"), 8, 32768, "streamed"),
+        (SoftmaxSpec("bf16"), 1, 65536, "twice"),
+        (SoftmaxSpec("f32"), 1, 65536, "streamed"),
+        (SoftmaxSpec("f64"), 2, 4096, "twice"),
+        (SoftmaxBwdSpec("bf16", "bf16", "bf16"), 8, 4096, "resident"),
+        (SoftmaxBwdSpec("bf16", "bf16", "bf16"), 1, 65536, "streamed"),
+    ],
+)
+def test_softmax_reads_long_rows_once(spec: Any, vec: int, capacity: int, reading: str) -> None:
+    """On sm_90 rows that a cluster holds are read once from memory; without clusters they are read twice."""
+    access = SoftmaxAccess(vec, capacity)
+    assert planner.plan_for(spec, access, _SM90).reading == reading
+    if reading == "streamed":
+        assert planner.plan_for(spec, access, KNOWN_DEVICES[80]).reading in ("resident", "twice")
+
+
 _capacities = st.integers(0, 16).flatmap(lambda k: st.sampled_from([1 << k, 3 << k]))
 
 
