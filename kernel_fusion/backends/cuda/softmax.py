@@ -25,8 +25,8 @@ def plan(spec: SoftmaxSpec | SoftmaxBwdSpec, access: SoftmaxAccess, device: Devi
     itemsize = ITEMSIZE[tensors[0]]
     if resident and (backward or access.capacity * access.vec * itemsize <= _RESIDENT_BYTES):
         return resident
-    # Short vectors of fp16 and bf16 take too many instructions.
-    if spec.acc == "f32" and (backward or itemsize == 4 or access.vec * itemsize == VECTOR_BYTES):
+    # Forward reads rows of half vectors twice, which takes less time than to stream them.
+    if spec.acc == "f32" and (backward or access.vec * itemsize != VECTOR_BYTES // 2):
         plain = isinstance(spec, SoftmaxBwdSpec) or not (spec.mask or spec.causal)
         streamed = streamed_plan(
             access.capacity, access.vec, tensors, device, _RING, _ELEMENTS if plain else _MASKED_ELEMENTS
@@ -65,7 +65,8 @@ def _resident(spec: SoftmaxSpec | SoftmaxBwdSpec, access: SoftmaxAccess, device:
     plain = isinstance(spec, SoftmaxSpec) and spec.mask is None and spec.acc == "f32" and whole
     if plain and vectors <= 3 and vectors * access.vec <= 16 and device.arch == 90:
         threads = 2048  # of 32 registers
-    return resident_plan(lanes, vectors, threads, dealt=whole or causal)
+    # Dealt chunks of single fp32 elements take longer.
+    return resident_plan(lanes, vectors, threads, dealt=whole or causal or itemsize == 2)
 
 
 def source(spec: SoftmaxSpec, access: SoftmaxAccess, plan: RowPlan) -> Source:

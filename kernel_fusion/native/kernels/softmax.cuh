@@ -59,8 +59,9 @@ template <class S> struct Softmax {
     Quotient<A> quotient;
     A sum;
   };
-  // For fp16 and bf16 the quotient is part of the exponent, which saves a product.
-  static constexpr bool kRough = sizeof(X) == 2 && sizeof(A) == 4;
+  // For fp16 and bf16 the quotient is part of the exponent, which saves a product. Beside an added mask it is not: if that
+  // has a gradient, training computes such rows in the mask's fp32, and must give the bits of inference.
+  static constexpr bool kRough = sizeof(X) == 2 && sizeof(A) == 4 && !kAdditive;
   struct Anew : Finish {
     A shift, exponent;
   };
