@@ -5,9 +5,11 @@ A module that PyTorch computes in a single kernel is left.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +20,9 @@ from kernel_fusion.functional import bias_act, softmax
 from kernel_fusion.patching.agree import FLOATING, attempt, disagreement, is_floating, same_values
 from kernel_fusion.patching.autocast import CudaAutocast, widened
 from kernel_fusion.patching.examining import generator
-from kernel_fusion.patching.stand_in import StandIn, arguments, has_still, plain_settings
-from kernel_fusion.patching.swap import Plan, is_captured
+from kernel_fusion.patching.reads import Name, Reads, noted
+from kernel_fusion.patching.stand_in import StandIn, arguments
+from kernel_fusion.patching.swap import Plan, Whole, is_captured, original_class
 
 # Any two of our activations differ somewhere by 3e-4; two fp32 spellings of one differ by less than this.
 _SAME = 1e-5
@@ -30,22 +33,38 @@ class ActivationForm(Plan):
     """An activation, by name."""
 
     name: str
-    settings: tuple[tuple[str, Any], ...]  # examined ones
+    reads: Reads
     widens: bool  # under CUDA's autocast
 
     def __str__(self) -> str:
         return f"bias_act, activation={self.name!r}"
 
-    def methods(self, original: type[nn.Module]) -> Mapping[str, Callable[..., Any]]:
+    def read(self, original: type[nn.Module]) -> tuple[Any, ...]:
+        """The functions that were examined."""
+        return self.reads.now(original)
+
+    def methods(self, original: type[nn.Module], whole: Whole) -> Mapping[str, Callable[..., Any]]:
         """The methods of a patched activation."""
+        holds = self.reads.guard(original)
 
         def forward(self_: nn.Module, *args: Any, **kwargs: Any) -> Any:
             ours = not is_captured() and len(args) == 1 and not kwargs and is_floating(args[0])
-            if not ours or not has_still(self_, self.settings):
+            if not ours or not holds(self_):
                 return original.forward(self_, *args, **kwargs)
             return bias_act(widened(args[0]) if self.widens else args[0], None, self.name)
 
         return {"forward": forward}
+
+
+_FORWARD = Reads(names=(Name(0, ("forward",)),))
+
+
+class Known(NamedTuple):
+    """An activation that is ours: its name, whether CUDA's autocast makes its result fp32, and what its code reads."""
+
+    name: str
+    widens: bool
+    reads: Reads
 
 
 @dataclass(frozen=True)
@@ -55,14 +74,15 @@ class SoftmaxForm(Plan):
     def __str__(self) -> str:
         return "softmax"
 
-    def methods(self, original: type[nn.Module]) -> Mapping[str, Callable[..., Any]]:
+    def methods(self, original: type[nn.Module], whole: Whole) -> Mapping[str, Callable[..., Any]]:
         """The methods of a patched `nn.Softmax`."""
+        holds = _FORWARD.guard(original)
 
         def forward(self_: nn.Module, input: Tensor) -> Tensor:
             dim = self_.dim
             last = isinstance(dim, int) and dim in (-1, input.dim() - 1)
             autocast = not input.is_meta and torch.is_autocast_enabled(input.device.type)  # PyTorch returns fp32
-            if is_captured() or autocast or not last or not is_floating(input):
+            if is_captured() or autocast or not last or not is_floating(input) or not holds(self_):
                 return original.forward(self_, input)  # type: ignore[no-any-return]
             return softmax(input, -1)
 
@@ -117,14 +137,26 @@ def _agrees_beyond(function: Callable[[Tensor], Any], name: str) -> bool:
     return y is not None and same_values(y, bias_act(odd, None, name, backend="eager"))
 
 
-def known_activation(act: Any) -> tuple[str, bool] | None:
-    """The name of an activation, and whether CUDA's autocast makes its result fp32; None if it is not ours."""
+def known_activation(act: Any) -> Known | str | None:
+    """The activation that a module or function computes, why it cannot be replaced, or None if it is none of ours."""
     function = StandIn(act) if isinstance(act, nn.Module) else act
     name = name_of(function)
     if name is None:
         return None
     with torch.no_grad(), CudaAutocast():
-        return name, bool(function(torch.ones(4, 4, 4, dtype=torch.bfloat16)).dtype == torch.float32)
+        widens = bool(function(torch.ones(4, 4, 4, dtype=torch.bfloat16)).dtype == torch.float32)
+    module = function.module if isinstance(function, StandIn) else None
+
+    def calls() -> None:
+        for dtype, training in itertools.product(FLOATING, (True, False)):
+            if module is not None:
+                vars(module)["training"] = training
+            attempt(function, torch.ones(4, 4, 4, dtype=dtype))
+            with torch.enable_grad(), contextlib.suppress(Exception):
+                function(torch.ones(4, 4, 4, dtype=dtype, requires_grad=True))
+
+    reads, reason = noted(module, calls)
+    return reason or Known(name, widens, reads)
 
 
 def operations(function: Callable[[Tensor], Any]) -> int:
@@ -138,20 +170,19 @@ def operations(function: Callable[[Tensor], Any]) -> int:
 
 def fit_activation(module: nn.Module) -> ActivationForm | str | None:
     """The form of an activation module, the reason to leave it, or None if it is no activation."""
-    if module._parameters or module._buffers or not arguments(type(module).forward):
+    if module._parameters or module._buffers or not arguments(original_class(type(module)).forward):
         return None
     known = known_activation(module)
     if known is None:
         return None
     if operations(StandIn(module)) == 1:
         return "PyTorch computes it in one kernel"
-    name, widens = known
-    return ActivationForm(name, plain_settings(module), widens)
+    return known if isinstance(known, str) else ActivationForm(known.name, known.reads, known.widens)
 
 
 def fit_softmax(module: nn.Module) -> SoftmaxForm | str:
     """The form of an `nn.Softmax`."""
-    if type(module).forward is not nn.Softmax.forward:
+    if original_class(type(module)).forward is not nn.Softmax.forward:
         return "its forward is its own"
     if getattr(module, "dim", None) is None:
         return "it has no dimension"

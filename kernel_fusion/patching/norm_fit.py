@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,9 @@ from kernel_fusion.patching.agree import FLOATING, attempt, differing_bits, disa
 from kernel_fusion.patching.autocast import HALF, CudaAutocast
 from kernel_fusion.patching.examining import generator
 from kernel_fusion.patching.norms import CONTIGUOUS, KEPT, Case, Gate, Key, NormForm
-from kernel_fusion.patching.stand_in import StandIn, arguments, plain_settings
+from kernel_fusion.patching.reads import noted
+from kernel_fusion.patching.stand_in import StandIn, arguments
+from kernel_fusion.patching.swap import original_class
 
 _EPS = (1e-5, 1e-6, 1e-8, 1e-12, torch.finfo(torch.float32).eps)
 # A longer row is tried out only for PyTorch's own forward, which is known to read nothing but the shape it was given,
@@ -102,12 +104,12 @@ def shape_of(module: nn.Module) -> tuple[int, ...] | None:
 
 def _is_torchs(module: nn.Module) -> bool:
     """Whether the forward is that of a norm of PyTorch."""
-    return type(module).forward in (nn.LayerNorm.forward, nn.RMSNorm.forward)
+    return original_class(type(module)).forward in (nn.LayerNorm.forward, nn.RMSNorm.forward)
 
 
 def fit(module: nn.Module, rounding: str) -> NormForm | str:
     """The form of a norm, or the reason why it has none."""
-    positional = arguments(type(module).forward)
+    positional = arguments(original_class(type(module)).forward)
     if not positional or sum(p.default is p.empty for p in positional) > 2:
         return "its forward takes other arguments than a norm"
     shapes = {tuple(p.shape) for p in module._parameters.values() if p is not None}
@@ -282,8 +284,21 @@ def _with_cases(examination: Examination, form: NormForm, rounding: str) -> Norm
                 cases[key] = case
     if Key(torch.float32, weights[0], False) not in cases:
         return "its results or gradients in fp32 differ from ours"
-    settings = plain_settings(examination.module, form.eps, *(["elementwise_affine"] if inherited else []))
-    return replace(form, cases=tuple(cases.items()), settings=settings, strides=_strides(examination))
+    reads, reason = noted(examination.stand_in.module, lambda: _calls(examination, cases))
+    eps = form.eps if isinstance(form.eps, str) else None
+    return reason or replace(form, cases=tuple(cases.items()), reads=reads.without(eps), strides=_strides(examination))
+
+
+def _calls(examination: Examination, cases: Iterable[Key]) -> None:
+    """Call the module in each case, both modes, with and without gradients, so that what its code reads is noted."""
+    inputs = 1 + examination.gated
+    for key, training, lead in itertools.product(cases, (True, False), ((4,), (2, 2), (2, 1, 2))):
+        tensors = [*examination.rows(4, key.input), *examination.parameters(key.weight or torch.float32)]
+        shaped = [t.reshape(*lead, *examination.row) for t in tensors[:inputs]]
+        vars(examination.stand_in.module)["training"] = training
+        attempt(examination.theirs, *shaped, *tensors[inputs:])
+        with torch.enable_grad(), suppress(Exception):
+            examination.theirs(*(t.requires_grad_() for t in (*shaped, *tensors[inputs:])))
 
 
 def _strides(examination: Examination) -> str | None:

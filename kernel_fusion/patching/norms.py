@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from kernel_fusion.core.spec import rounding_for
 from kernel_fusion.functional import bound, gated_norm, modulated_norm, row_norm
 from kernel_fusion.patching.agree import has_shape
-from kernel_fusion.patching.stand_in import has_still
-from kernel_fusion.patching.swap import Plan, is_captured
+from kernel_fusion.patching.reads import NOTHING, Reads
+from kernel_fusion.patching.swap import Plan, Whole, is_captured
 
 # Most written-out norms return the strides of their input, and PyTorch's norms contiguous memory.
 KEPT, CONTIGUOUS = "kept", "contiguous"
@@ -62,19 +62,23 @@ class NormForm(Plan):
     dims: frozenset[int] = frozenset()  # the numbers of leading dimensions of x that were tried out
     strides: str | None = None  # of results: KEPT, CONTIGUOUS, or None if neither
     cases: tuple[tuple[Key, Case], ...] = ()
-    settings: tuple[tuple[str, Any], ...] = ()
+    reads: Reads = NOTHING
 
     def __str__(self) -> str:
         rounding = "rounding='hf'" if any(case.rounding == "hf" for _, case in self.cases) else ""
         offset = f"weight_offset={self.weight_offset}" if self.weight_offset else ""
         return ", ".join(filter(None, (self._name(), rounding, offset)))
 
-    def methods(self, original: type[nn.Module]) -> Mapping[str, Callable[..., Any]]:
+    def read(self, original: type[nn.Module]) -> tuple[Any, ...]:
+        """The functions that were examined."""
+        return self.reads.now(original)
+
+    def methods(self, original: type[nn.Module], whole: Whole) -> Mapping[str, Callable[..., Any]]:
         """The methods of a patched norm; the others are for what stands around it (sites.py)."""
         if self.gate:
             return {"forward": _gated_forward(self, original)}
-        methods = {"forward": _forward(self, original), "_kf_add": _add(self)}
-        return methods | {"_kf_modulate": _modulate(self)} if self.modulates else methods
+        methods = {"forward": _forward(self, original), "_kf_add": _add(self, original)}
+        return methods | {"_kf_modulate": _modulate(self, original)} if self.modulates else methods
 
     @property
     def modulates(self) -> bool:
@@ -165,14 +169,14 @@ def _of_call(verbs: Mapping[Any, Verb], x: Tensor, weight: Tensor | None) -> Ver
 
 
 def _forward(form: NormForm, original: type[nn.Module]) -> Callable[..., Any]:
-    norms, settings = {key: form.bound(key, case) for key, case in form.cases}, form.settings
+    norms, holds = {key: form.bound(key, case) for key, case in form.cases}, form.reads.guard(original)
     contiguous, keeps = form.strides == CONTIGUOUS, form.strides == KEPT
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The norm."""
         if not is_captured() and len(args) == 1 and not kwargs and (num_dims := form.num_dims(x := args[0])):
             weight, bias, eps = form.parts(self)
-            if (norm := _of_call(norms, x, weight)) and (not settings or has_still(self, settings)):
+            if (norm := _of_call(norms, x, weight)) and holds(self):
                 if contiguous or x.is_contiguous():
                     return norm(x, num_dims, weight, bias, eps)
                 if keeps and (y := _strided(norm, x, num_dims, weight, bias, eps)) is not None:
@@ -182,8 +186,8 @@ def _forward(form: NormForm, original: type[nn.Module]) -> Callable[..., Any]:
     return forward
 
 
-def _add(form: NormForm) -> Callable[..., Any]:
-    sums = {key: form.bound(key, case, adds=True) for key, case in form.cases}
+def _add(form: NormForm, original: type[nn.Module]) -> Callable[..., Any]:
+    sums, holds = {key: form.bound(key, case, adds=True) for key, case in form.cases}, form.reads.guard(original)
 
     def add(self: nn.Module, x: Tensor, residual: Tensor, dropout_p: float = 0.0) -> tuple[Tensor, Tensor] | None:
         """The norm of the sum, of x after dropout and residual, and the sum, if that was examined."""
@@ -191,7 +195,7 @@ def _add(form: NormForm) -> Callable[..., Any]:
         if not num_dims or not (_in_order(residual) and _in_order(x)):
             return None
         weight, bias, eps = form.parts(self)
-        norm = _of_call(sums, residual, weight) if has_still(self, form.settings) else None
+        norm = _of_call(sums, residual, weight) if holds(self) else None
         return norm(x, residual, num_dims, weight, bias, eps, dropout_p) if norm else None
 
     return add
@@ -202,7 +206,8 @@ def _wider(dtype: torch.dtype, other: torch.dtype) -> bool:
     return dtype is torch.float32 and other in (torch.bfloat16, torch.float16)
 
 
-def _modulate(form: NormForm) -> Callable[..., Any]:
+def _modulate(form: NormForm, original: type[nn.Module]) -> Callable[..., Any]:
+    holds = form.reads.guard(original)
     norms = {
         key: bound.modulated_norm(form.verb(case, modulated=True), form.verb(case, adds=True, modulated=True), form.rms)
         for key, case in form.cases
@@ -221,7 +226,7 @@ def _modulate(form: NormForm) -> Callable[..., Any]:
         for p in others:
             if p is not None and not (isinstance(p, Tensor) and (p.dtype is dtype or _wider(dtype, p.dtype))):
                 return None
-        norm = _of_call(norms, h, None) if has_still(self, form.settings) else None
+        norm = _of_call(norms, h, None) if holds(self) else None
         return norm(x, residual, gate, scale, shift, form.parts(self)[2]) if norm else None
 
     return modulate
@@ -229,6 +234,7 @@ def _modulate(form: NormForm) -> Callable[..., Any]:
 
 def _gated_forward(form: NormForm, original: type[nn.Module]) -> Callable[..., Any]:
     norms, gating = {key: form.verb(case) for key, case in form.cases}, form.gate
+    holds = form.reads.guard(original)
     assert gating is not None
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -239,7 +245,7 @@ def _gated_forward(form: NormForm, original: type[nn.Module]) -> Callable[..., A
             (x, *_), (weight, bias, eps) = args, form.parts(self)
             norm = _of_call(norms, x, weight)
             fits = gate.shape == x.shape and gate.dtype == x.dtype and _in_order(x) and _in_order(gate)
-            if norm and fits and has_still(self, form.settings):
+            if norm and fits and holds(self):
                 return norm(x, gate, x.shape[-num_dims:], weight=weight, bias=bias, eps=eps)
         return original.forward(self, *args, **kwargs)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kernel_fusion.core import checks
 from kernel_fusion.patching import norm_fit, rewrite
-from kernel_fusion.patching.activations import fit_activation, fit_softmax, known_activation
+from kernel_fusion.patching.activations import Known, fit_activation, fit_softmax, known_activation
 from kernel_fusion.patching.confirm import confirm
 from kernel_fusion.patching.examining import COMMUNICATES, Isolation, examining
 from kernel_fusion.patching.norms import NormForm
@@ -23,7 +23,7 @@ from kernel_fusion.patching.rewriter import Site
 from kernel_fusion.patching.rotary import ONCE, AnglesForm, confirm_rotary, fit_angles, fit_rotary
 from kernel_fusion.patching.sites import Act, identity, is_dropout
 from kernel_fusion.patching.stand_in import buffers, settings, too_large
-from kernel_fusion.patching.swap import Plan, change, holds_own, is_changed, original_class, plan_of, restore
+from kernel_fusion.patching.swap import Plan, change, holders, holds_own, is_changed, original_class, plan_of, restore
 
 _TORCH_NORMS = (nn.LayerNorm, nn.RMSNorm)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
@@ -73,6 +73,7 @@ def patch(
     Raises:
         TypeError: `model` is no module.
         ValueError: an unknown `rounding`.
+        RuntimeError: FSDP1 has wrapped the model or a part of it; nothing is changed then, on any rank.
 
     Dtypes: any pair of fp32, bf16 and fp16 (input, weight) that was found to agree, and fp64 if the module computes in
     it; other calls run the module's own forward. Norms accumulate in fp32 (fp64 for fp64).
@@ -89,6 +90,7 @@ def patch(
     if not isinstance(model, nn.Module):
         raise TypeError(f"`patch`: `model` must be a torch.nn.Module, got {type(model).__name__}")
     checks.rounding("patch", rounding, "match")
+    _refuse_flat(model)
     start = time.perf_counter()
     with examining() as isolation, (walk := _Walk(rounding, isolation)).undo:
         named = [(name, module) for name, module in model.named_modules() if not _is_ours(module)]
@@ -102,6 +104,7 @@ def patch(
         for name, module in named:
             walk.expressions(name, module, mlps, residuals, dropouts, rotary)
         walk.mark_angles()
+        walk.exchange(named)
         walk.undo.pop_all()
     walk.report.seconds = time.perf_counter() - start
     return walk.report
@@ -114,8 +117,9 @@ def unpatch(model: nn.Module) -> Report:
         model: any module; it is changed in place.
 
     Returns:
-        A :class:`Report` of the restored modules. A module that something else subclassed since, such as FSDP2, keeps
-        that class and is listed.
+        A :class:`Report` of the restored modules. A module that something else subclassed since, such as FSDP2, or
+        whose patched method something holds, such as a hook that wraps it, keeps its class and is listed as left. Once
+        that is removed, a second call restores it.
 
     Raises:
         TypeError: `model` is no module.
@@ -130,11 +134,17 @@ def unpatch(model: nn.Module) -> Report:
     if not isinstance(model, nn.Module):
         raise TypeError(f"`unpatch`: `model` must be a torch.nn.Module, got {type(model).__name__}")
     report = Report(type(model).__name__, done="restored")
+    held = holders(module for module in model.modules() if is_changed(module))
     for name, module in model.named_modules():
-        if is_changed(module):
+        had = plan_of(module)
+        if module in held:
+            text = f"something holds its patched `{held[module]}`, such as a hook that wraps it"
+            report.left.append(Line(type(module).__name__, text, name))
+        elif is_changed(module):
             restore(module)
-            report.replaced.append(Line(type(module).__name__, "its own forward", name))
-        elif plan_of(module) is not None:
+            if had is not None:
+                report.replaced.append(Line(type(module).__name__, "its own forward", name))
+        elif had is not None:
             report.left.append(Line(type(module).__name__, "its class was extended after it was patched", name))
     return report
 
@@ -149,6 +159,7 @@ class _Walk:
         self.makers: list[tuple[str, nn.Module, AnglesForm]] = []
         self.layouts = {ONCE}  # of angles that functions can be given
         self.turned: set[str] = set()  # of angles that they are given
+        self.plans: dict[nn.Module, Plan] = {}
         self.undo = contextlib.ExitStack()  # after an error, as of Ctrl-C
 
     def once(self, key: Any, examine: Callable[[], T], stopped: Callable[[str], Any] = lambda reason: None) -> T:
@@ -159,9 +170,13 @@ class _Walk:
             self.known[key] = found if self.isolation.stopped is None else stopped(self.isolation.stopped)
         return self.known[key]  # type: ignore[no-any-return]
 
+    def plan(self, module: nn.Module) -> Plan | None:
+        """The plan that a module has or will get."""
+        return self.plans.get(module) or plan_of(module)
+
     def leaf(self, name: str, module: nn.Module, norms: bool, activations: bool) -> None:
         """Patch a norm, an activation or a softmax."""
-        if plan_of(module) is not None or not (answer := self._form(module, norms, activations)):
+        if self.plan(module) is not None or not (answer := self._form(module, norms, activations)):
             return
         if not isinstance(answer, str) and (reason := _hands_off(module)):
             answer = reason
@@ -172,15 +187,26 @@ class _Walk:
         self._settle(name, module, answer)
 
     def _settle(self, name: str, module: nn.Module, answer: Plan | str) -> None:
-        kind = type(module).__name__
         if not isinstance(answer, str):
-            try:
-                change(module, answer)
-                self.undo.callback(restore, module)
-            except TypeError as error:
-                answer = f"its class allows no subclass: {error}"
+            self.plans[module] = answer
         lines = self.report.left if isinstance(answer, str) else self.report.replaced
-        lines.append(Line(kind, str(answer), name))
+        lines.append(Line(type(module).__name__, str(answer), name))
+
+    def exchange(self, named: Sequence[tuple[str, nn.Module]]) -> None:
+        """Exchange the classes. Modules that had one class get one class, even if some have other plans, or none."""
+        groups: dict[Any, list[tuple[str, nn.Module]]] = {}
+        for name, module in named:
+            groups.setdefault(original_class(type(module)), []).append((name, module))
+        for group in groups.values():
+            if any(module in self.plans for _, module in group):
+                try:
+                    change([(module, self.plan(module)) for _, module in group], self.undo.callback)
+                except TypeError as error:
+                    names = {name for name, module in group if module in self.plans}
+                    reason = f"its class allows no subclass: {error}"
+                    lines = self.report.replaced
+                    self.report.left += [Line(line.kind, reason, line.name) for line in lines if line.name in names]
+                    self.report.replaced = [line for line in lines if line.name not in names]
 
     def _form(self, module: nn.Module, norms: bool, activations: bool) -> Any:
         """The form of a module without submodules, the reason why it has none, or None if nobody would expect one."""
@@ -204,7 +230,7 @@ class _Walk:
 
     def angles(self, name: str, module: nn.Module) -> None:
         """Note a module that makes cos and sin."""
-        form: Any = plan_of(module)
+        form: Any = self.plan(module)
         if form is None and _may_be_ours(module) and not too_large(module) and not _hands_off(module):
             form = self.once(("angles", _kind(module)), lambda: fit_angles(module))
             if form is not None:
@@ -222,7 +248,7 @@ class _Walk:
         self, name: str, module: nn.Module, mlps: bool, residuals: bool, dropouts: bool, rotary: bool
     ) -> None:
         """Rewrite gated products, additions before norms and rotations in a module's methods."""
-        if plan_of(module) is not None:
+        if self.plan(module) is not None:
             return
         kind = original_class(type(module))
         found = self.once(("search", kind), lambda: rewrite.search(kind))
@@ -265,7 +291,11 @@ class _Walk:
 
     def _joins(self, name: str, site: Site, norm: Any) -> bool:
         """Whether what stands around a patched norm may become one pass with it; why not, the report says."""
-        if not isinstance(norm, nn.Module) or not isinstance(form := plan_of(norm), NormForm) or form.gate is not None:
+        if (
+            not isinstance(norm, nn.Module)
+            or not isinstance(form := self.plan(norm), NormForm)
+            or form.gate is not None
+        ):
             return False
         if (site.modulated and not form.modulates) or not _only_forward(norm):
             return False
@@ -282,7 +312,7 @@ class _Walk:
         function = _value(module, found, text)
         if not isinstance(function, types.FunctionType | nn.Module):
             return False
-        form = fit_rotary(function, count)
+        form = self.once(("rotary", function, count), lambda: fit_rotary(function, count))
         reason: str | None = "it turns heads in no way of ours"
         if form is not None and form.layout not in self.layouts:
             reason = "no module here makes its angles"
@@ -311,7 +341,7 @@ class _Walk:
         else:
             return None
         known = self.once(("act", key), lambda: known_activation(act))
-        return Act(text, identity(act), *known) if known else None
+        return Act(text, identity(act), *known) if isinstance(known, Known) else None
 
 
 def _value(module: nn.Module, found: rewrite.Found, text: str) -> Any:
@@ -325,6 +355,17 @@ def _value(module: nn.Module, found: rewrite.Found, text: str) -> Any:
         return None
 
 
+def _refuse_flat(model: nn.Module) -> None:
+    """Raise if FSDP1 holds a module's parameters: pieces of rows, empty on some ranks, or views of freed memory."""
+    for name, module in model.named_modules():
+        flat = any(getattr(p, "_fsdp_flattened", False) for p in module._parameters.values())
+        if flat or vars(module).get("_fsdp_use_orig_params") is False:
+            raise RuntimeError(
+                f"`patch`: {name or 'the model'} is wrapped by FullyShardedDataParallel, which keeps pieces of its "
+                "parameters; call `patch` before it is wrapped, or use `fully_shard`, before or after"
+            )
+
+
 def _is_ours(module: nn.Module) -> bool:
     return type(module).__module__.startswith(("kernel_fusion.nn.", "kernel_fusion.hf."))
 
@@ -333,7 +374,7 @@ def _may_be_ours(module: nn.Module) -> bool:
     """Whether a module without submodules may be a norm or an activation; PyTorch's other layers are not."""
     kind = type(module)
     if kind.__module__.startswith("torch."):
-        return kind in _TORCH_NORMS or kind.__module__ == "torch.nn.modules.activation"
+        return original_class(kind) in _TORCH_NORMS or kind.__module__ == "torch.nn.modules.activation"
     if any(p is not None and nn.parameter.is_lazy(p) for p in module._parameters.values()):
         return False
     return not isinstance(module, nn.Linear | nn.Embedding | nn.modules.conv._ConvNd)

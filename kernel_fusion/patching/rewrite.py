@@ -26,7 +26,8 @@ from kernel_fusion.patching import sites
 from kernel_fusion.patching.rewriter import Rewriter, Site
 from kernel_fusion.patching.rotary import turned
 from kernel_fusion.patching.sites import Act
-from kernel_fusion.patching.swap import Plan, original_class
+from kernel_fusion.patching.swap import Plan, Whole
+from kernel_fusion.patching.wrappers import around, closure, inside
 
 T = TypeVar("T")
 _SITES = {
@@ -36,6 +37,7 @@ _SITES = {
     names.ADD_MODULATED: sites.add_modulated,
     names.TURNED: turned,
 }
+_ORIGINAL, _METHOD = "_kf_original", "_kf_method"
 
 
 def _weakly(ask: Callable[[types.FunctionType], T]) -> Callable[[types.FunctionType], T]:
@@ -80,7 +82,7 @@ def search(kind: Any) -> dict[str, Found]:
     """The methods to rewrite, and what in them."""
     result = {}
     for name, method in methods_of(kind).items():
-        function = _inside(method)
+        function = inside(method)
         if name.startswith("__") or (tree := _parse(function)) is None:
             continue
         found = Found(method, function)
@@ -107,7 +109,7 @@ def without_text(kind: Any) -> str | None:
     """The method of a class whose text is not at hand, as of code that was compiled from a string, or None."""
     for name, method in methods_of(kind).items():
         try:
-            _source(_inside(method))
+            _source(inside(method))
         except (OSError, TypeError):
             if not name.startswith("__"):
                 return name
@@ -133,16 +135,22 @@ def taken(found: Found, allowed: Set[Site]) -> set[Site]:
     return result
 
 
-def rewritten(found: Found, form: RewriteForm) -> Any:
-    """The method with expressions replaced: those gated, normalised or turned by what the form names."""
+def rewritten(name: str, found: Found, form: RewriteForm, original: type[nn.Module], whole: Whole) -> Any:
+    """The method with expressions replaced: those gated, normalised or turned by what the form names.
+
+    Once the class has another method of the name, that one runs: `whole` and `original` are for this check.
+    """
     function = found.function
+    plain = found.method is function
     acts = {act.text for act in form.acts}
     tree = _parse(function)
     assert tree is not None
     Rewriter(*(members.__contains__ for members in (acts, form.sites, form.rotary))).body(tree)
     _strip(tree)
+    if plain:
+        tree.body.insert(0, _unless_replaced(tree.args, name))
     gates = dict(zip(names.GATES, sites.gates_by(form.acts), strict=True))
-    free = [*function.__code__.co_freevars, *gates, *_SITES]
+    free = [*function.__code__.co_freevars, _ORIGINAL, _METHOD, *gates, *_SITES]
     factory = ast.parse(f"def factory({', '.join(free)}):\n    return None")
     outer = factory.body[0]
     assert isinstance(outer, ast.FunctionDef)
@@ -151,62 +159,38 @@ def rewritten(found: Found, form: RewriteForm) -> Any:
     text = ast.unparse(ast.fix_missing_locations(factory))
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     code = next(c for c in compile(text, file, "exec").co_consts if isinstance(c, types.CodeType))
-    made = types.FunctionType(code, function.__globals__)(*_closure(function), *gates.values(), *_SITES.values())
+    own = (*closure(function), original, found.method)
+    made = types.FunctionType(code, function.__globals__)(*own, *gates.values(), *_SITES.values())
     made.__defaults__, made.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
     made.__module__, made.__qualname__, made.__doc__ = function.__module__, function.__qualname__, function.__doc__
     made.__annotations__ = function.__annotations__
     vars(made).update(vars(function))
-    return _around(found.method, made)
+    return made if plain else _current(name, found.method, around(found.method, made, whole[name]), original)
 
 
-def _inside(method: types.FunctionType) -> types.FunctionType:
-    """The function that decorators call in the end; a copy of a wrapper can call another, which its closure holds."""
-    place = _place(method)
-    return method if place is None else _inside(_closure(method)[place])
+def _unless_replaced(arguments: ast.arguments, name: str) -> ast.stmt:
+    """The statement that calls the class's method with the same arguments if it is another now."""
+    given: list[ast.expr] = [ast.Name(a.arg, ast.Load()) for a in (*arguments.posonlyargs, *arguments.args)]
+    if arguments.vararg is not None:
+        given.append(ast.Starred(ast.Name(arguments.vararg.arg, ast.Load()), ast.Load()))
+    named = [ast.keyword(a.arg, ast.Name(a.arg, ast.Load())) for a in arguments.kwonlyargs]
+    if arguments.kwarg is not None:
+        named.append(ast.keyword(None, ast.Name(arguments.kwarg.arg, ast.Load())))
+    method = ast.Attribute(ast.Name(_ORIGINAL, ast.Load()), name, ast.Load())
+    other = ast.Compare(method, [ast.IsNot()], [ast.Name(_METHOD, ast.Load())])
+    return ast.If(other, [ast.Return(ast.Call(method, given, named))], [])
 
 
-def _around(method: types.FunctionType, function: Any) -> Any:
-    """The method's decorators around another function. The copies see each other, and themselves, as the originals do.
+def _current(name: str, method: Any, made: Any, original: type[nn.Module]) -> Any:
+    """The same check around a decorated method, so that a method put in later runs without the decorators."""
 
-    A wrapper may ask whether it is its class's method, to know whether it is the outermost one.
-    """
-    chain = [method]
-    while (place := _place(chain[-1])) is not None:
-        chain.append(_closure(chain[-1])[place])
-    copies: dict[int, Any] = {id(chain.pop()): function}
-    originals = {id(each) for each in chain} | copies.keys()
-    for each in chain:
-        cells = zip(each.__closure__ or (), _closure(each), strict=True)
-        own = tuple(types.CellType() if id(value) in originals else cell for cell, value in cells)
-        copies[id(each)] = types.FunctionType(each.__code__, each.__globals__, None, each.__defaults__, own)
-    for each in chain:
-        made: Any = copies[id(each)]
-        functools.update_wrapper(made, each)
-        made.__kwdefaults__ = each.__kwdefaults__
-        vars(made).update({name: copies.get(id(value), value) for name, value in vars(each).items()})
-        for cell, value in zip(made.__closure__ or (), _closure(each), strict=True):
-            if id(value) in copies:
-                cell.cell_contents = copies[id(value)]
-    return copies[id(method)]
+    def current(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        now = getattr(original, name)
+        return (made if now is method else now)(self, *args, **kwargs)
 
-
-def _place(method: types.FunctionType) -> int | None:
-    """The variable that holds what a wrapper wraps, if no other does."""
-    wrapped = getattr(method, "__wrapped__", None)
-    places = [index for index, value in enumerate(_closure(method)) if value is wrapped]
-    held = sum(value is wrapped for value in vars(method).values())  # the compiler's has it twice
-    return places[0] if isinstance(wrapped, types.FunctionType) and len(places) == held == 1 else None
-
-
-def _closure(method: types.FunctionType) -> list[Any]:
-    """The values in a closure; None for empty variables."""
-    values = []
-    for cell in method.__closure__ or ():
-        try:
-            values.append(cell.cell_contents)
-        except ValueError:
-            values.append(None)
-    return values
+    functools.update_wrapper(current, made)
+    current.__wrapped__ = made.__wrapped__  # type: ignore[attr-defined]
+    return current
 
 
 def _parse(function: types.FunctionType) -> ast.FunctionDef | None:
@@ -276,11 +260,19 @@ class RewriteForm(Plan):
         around = sorted(str(site) for site in self.sites - within)
         return "; ".join([*gates, *around, *(f"rope for {name}" for name, _ in sorted(self.rotary))])
 
-    def methods(self, original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
+    def read(self, original: type[nn.Module]) -> tuple[Any, ...]:
+        """The methods that are rewritten, and the functions of their activations."""
+        acts = [act.reads.now(act.known if isinstance(act.known, type) else None) for act in self.acts]
+        return (*acts, *(found.method for found in self._found(original).values()))
+
+    def methods(self, original: type[nn.Module], whole: Whole) -> dict[str, Callable[..., Any]]:
         """The rewritten methods."""
+        return {name: rewritten(name, found, self, original, whole) for name, found in self._found(original).items()}
+
+    def _found(self, original: type[nn.Module]) -> dict[str, Found]:
         acts = {act.text for act in self.acts}
         return {
-            name: rewritten(found, self)
-            for name, found in search(original_class(original)).items()
+            name: found
+            for name, found in search(original).items()
             if found.acts & acts or found.sites & self.sites or found.rotary & self.rotary
         }

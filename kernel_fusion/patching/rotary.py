@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from kernel_fusion.functional.rotary import rotate
 from kernel_fusion.patching.agree import FLOATING, attempt, differing_bits, disagreement
 from kernel_fusion.patching.examining import examining, generator
+from kernel_fusion.patching.reads import Name, Reads, noted
 from kernel_fusion.patching.stand_in import StandIn, arguments
-from kernel_fusion.patching.swap import Plan, is_bare, is_captured
+from kernel_fusion.patching.swap import Plan, Whole, is_bare, is_captured, original_class
 
 _MARK = "_kf_angles"
 _COLUMNS = 16  # of made-up heads
@@ -50,17 +51,22 @@ class AnglesForm(Plan):
     """A module that makes cos and sin, each angle twice."""
 
     layout: str
+    reads: Reads  # names alone: the module's own code runs, with whatever else it reads
 
     def __str__(self) -> str:
         return f"cos and sin for rope, from {self.layout}"
 
-    def methods(self, original: type[nn.Module]) -> Mapping[str, Callable[..., Any]]:
+    def read(self, original: type[nn.Module]) -> tuple[Any, ...]:
+        """The functions that were examined."""
+        return self.reads.now(original)
+
+    def methods(self, original: type[nn.Module], whole: Whole) -> Mapping[str, Callable[..., Any]]:
         """A marking forward."""
-        layout = self.layout
+        layout, holds = self.layout, self.reads.guard(original)
 
         def forward(self_: nn.Module, *args: Any, **kwargs: Any) -> Any:
             found = original.forward(self_, *args, **kwargs)
-            if isinstance(found, tuple) and not is_captured():
+            if isinstance(found, tuple) and not is_captured() and holds(self_):
                 for t in found:
                     if type(t) is Tensor and not t.requires_grad:
                         mark = Mark(layout) if t.is_inference() else Mark(layout, _halved(t, layout), t._version)
@@ -76,13 +82,18 @@ def _halved(t: Tensor, layout: str) -> Tensor:
 
 def fit_angles(module: nn.Module) -> AnglesForm | None:
     """The form of a module that makes cos and sin from an example and positions; others get None."""
-    positional = arguments(type(module).forward)
+    positional = arguments(original_class(type(module)).forward)
     if module._parameters or not positional or not 2 <= sum(p.default is p.empty for p in positional) <= 3:
         return None
     kinds = getattr(module, "layer_types", None)
-    layouts = {_layout(_made_up(module), *kind) for kind in ([(kind,) for kind in kinds] if kinds else [()])}
+    stand_in, layouts = _made_up(module), set()
+
+    def calls() -> None:
+        layouts.update({_layout(stand_in, *kind) for kind in ([(kind,) for kind in kinds] if kinds else [()])})
+
+    reads, _ = noted(stand_in.module, calls)
     layout = layouts.pop()
-    return AnglesForm(layout) if layout and not layouts else None
+    return AnglesForm(layout, Reads(names=reads.names)) if layout and not layouts else None
 
 
 def _made_up(module: nn.Module) -> StandIn:
@@ -127,6 +138,7 @@ class RotaryForm(NamedTuple):
     heads: int  # the dimension of heads
     moves: bool  # whether `unsqueeze_dim` may say another
     rounding: Mapping[tuple[torch.dtype, torch.dtype], str]  # by the dtypes of query and cos
+    holds: Callable[[Any], bool]  # whether what its code reads is as it was
 
     def call(self, *args: Any, unsqueeze_dim: Any = None) -> Any:
         """The result of our operator; None for arguments that were not examined."""
@@ -173,16 +185,27 @@ class RotaryForm(NamedTuple):
 _forms: dict[tuple[int, int], RotaryForm | None] = {}
 
 
-def fit_rotary(function: Any, count: int) -> RotaryForm | None:
-    """The form of a function of `count` tensors of heads, cos and sin, or None; examined once."""
+def known_rotary(function: Any, count: int) -> RotaryForm | None:
+    """The form of a function, examined once: after a pickle was loaded at its first call."""
     key = id(function), count
-    try:
-        return _forms[key]
-    except KeyError:
-        weakref.finalize(function, _forms.pop, key, None).atexit = False
+    return _forms[key] if key in _forms else fit_rotary(function, count)
+
+
+def fit_rotary(function: Any, count: int) -> RotaryForm | None:
+    """The form of a function of `count` tensors of heads, cos and sin, or None; kept for calls."""
+    forms: list[RotaryForm | None] = []
     with examining() as isolation:
-        form = _fit_rotary(function, count)
-        return _forms.setdefault(key, form if isolation.stopped is None else None)
+        reads, reason = noted(None, lambda: forms.append(_fit_rotary(function, count)))
+    form = forms[0] if reason is None and isolation.stopped is None else None
+    if form is not None:
+        kind = type(function) if isinstance(function, nn.Module) else None
+        names = (*reads.names, Name(0, ("forward",))) if kind else reads.names
+        form = form._replace(holds=Reads(names=names).guard(kind))
+    key = id(function), count
+    if key not in _forms:
+        weakref.finalize(function, _forms.pop, key, None).atexit = False
+    _forms[key] = form
+    return form
 
 
 def _fit_rotary(function: Any, count: int) -> RotaryForm | None:
@@ -195,7 +218,7 @@ def _fit_rotary(function: Any, count: int) -> RotaryForm | None:
             return None
         moved = _Trial(function, count, layout, interleaved, 3 - dim)
         moves = moved.same(_COLUMNS // 2, unsqueeze_dim=3 - dim)
-        return RotaryForm(layout, interleaved, trial.same(_COLUMNS // 2 - 2), dim, moves, rounding)
+        return RotaryForm(layout, interleaved, trial.same(_COLUMNS // 2 - 2), dim, moves, rounding, bool)
     return None
 
 
@@ -274,7 +297,7 @@ def _joined(results: Any) -> Tensor:
 def turned(function: Any, *args: Any, **kwargs: Any) -> Any:
     """One pass if that is the same, else the function."""
     if not is_captured() and (not isinstance(function, nn.Module) or is_bare(function)):
-        form = fit_rotary(function, len(args) - 2)
-        if form is not None and (found := form.call(*args, **kwargs)) is not None:
+        form = known_rotary(function, len(args) - 2)
+        if form is not None and form.holds(function) and (found := form.call(*args, **kwargs)) is not None:
             return found
     return function(*args, **kwargs)

@@ -13,22 +13,37 @@ from torch.nn import functional as F
 from kernel_fusion.functional import bound, gated_act
 from kernel_fusion.patching.agree import has_shape, is_floating
 from kernel_fusion.patching.autocast import widened
-from kernel_fusion.patching.stand_in import settings
+from kernel_fusion.patching.reads import Reads
 from kernel_fusion.patching.swap import is_bare, is_captured, original_class
 
 
 class Act(NamedTuple):
-    """An activation in a method: text, identity, our name, and whether CUDA's autocast widens it."""
+    """An activation in a method: text, class or function, our name, if CUDA's autocast widens it, what it reads."""
 
     text: str
     known: Any
     name: str
     widens: bool
+    reads: Reads
+
+    def guard(self) -> Callable[[Any], bool]:
+        """Make a function that says whether an object is still this activation."""
+        known = self.known
+        if not isinstance(known, type):
+            holds = self.reads.guard(None)
+            return lambda act: act is known and holds(act)
+        same = self.reads.guard(known)
+
+        def is_same(act: Any) -> bool:
+            kind = type(act)
+            return (kind is known or original_class(kind) is known) and same(act) and is_bare(act)
+
+        return is_same
 
 
 def identity(act: Any) -> Any:
-    """The identity of an activation: a module's class and what it holds, or the function itself."""
-    return (original_class(type(act)), settings(act)) if isinstance(act, nn.Module) else act
+    """The class of an activation that is a module, or the function itself."""
+    return original_class(type(act)) if isinstance(act, nn.Module) else act
 
 
 class Gates(NamedTuple):
@@ -42,11 +57,11 @@ class Gates(NamedTuple):
 
 def gates_by(acts: Iterable[Act]) -> Gates:
     """Make these functions, for one pass over the examined activations."""
-    in_one_pass = {act.text: (act, bound.gated_act(gated_act, act.name)) for act in acts}
+    in_one_pass = {act.text: (act.guard(), act.widens, bound.gated_act(gated_act, act.name)) for act in acts}
 
     def waiting(text: str, act: Any, gate: Any) -> tuple[Any, ...]:
-        (_, known, _, widens), gate_by = in_one_pass[text]
-        if identity(act) == known and (not isinstance(act, nn.Module) or is_bare(act)) and is_floating(gate):
+        is_same, widens, gate_by = in_one_pass[text]
+        if is_same(act) and is_floating(gate):
             return gate, gate_by, act, widens
         return act(gate), None, None, False
 

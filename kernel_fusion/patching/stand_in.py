@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from kernel_fusion.patching.examining import generator
 from kernel_fusion.patching.swap import original_class
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_kf_place"})
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype})
 _SMALL = 4096  # elements of a buffer whose values are compared
 _LARGEST = 2**24  # elements of all tensors of a module that is examined; a table of 131072 positions has as many
@@ -151,27 +151,6 @@ def _value(module: nn.Module, value: Any) -> Any:
     except TypeError:
         return repr(value)
     return repr(value) if isinstance(value, tuple | functools.partial) else (kind, value)
-
-
-def plain_settings(module: nn.Module, *without: Any) -> tuple[tuple[str, Any], ...]:
-    """Attributes, also of its class, that are numbers, texts or None, and absent parameters, to compare in calls."""
-    own: dict[str, Any] = {}
-    for kind in reversed(type(module).__mro__):
-        own |= {} if kind.__module__.startswith("torch.nn.") else vars(kind)
-    own |= {**vars(module), **module._parameters}
-    names = own.keys() - _OF_EVERY_MODULE - {*without, "_is_hf_initialized"}
-    plain = [name for name in names if type(own[name]) in _PLAIN and not name.startswith("__")]
-    return tuple((name, own[name]) for name in sorted(plain))
-
-
-def has_still(module: nn.Module, known: tuple[tuple[str, Any], ...]) -> bool:
-    """Whether they are the same."""
-    own, parameters = vars(module), module._parameters
-    for name, value in known:
-        now = own.get(name, parameters.get(name, value))
-        if now is not value and (type(now) is not type(value) or now != value):
-            return False
-    return True
 
 
 def buffers(module: nn.Module) -> tuple[Any, ...]:
