@@ -168,16 +168,6 @@ _OF_TRITON = (
         "tests/test_triton.py::test_within_budget",
     ),
     Mutant(
-        "triton: dresidual lacks what arrives at h", f"{_TRITON}/row_norm_tiles.py",
-        "    if C.has_dh:\n", "    if C.has_dh and not C.dother:\n",
-        "tests/test_triton.py::test_within_budget -k add_layer_norm",
-    ),
-    Mutant(
-        "triton: backward of dropout does not scale", f"{_TRITON}/row_norm_tiles.py",
-        "dh = _dropped(dh,", "dh = _dropped(dh / C.kept_scale,",
-        "tests/test_triton.py::test_within_budget -k add_layer_norm",
-    ),
-    Mutant(
         "triton: the last partial row is skipped", f"{_TRITON}/reduce.py",
         "mask = (partial < num_partials) &", "mask = (partial < num_partials - 1) &",
         "tests/test_triton.py::test_within_budget",

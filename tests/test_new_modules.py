@@ -302,7 +302,7 @@ def test_a_stream_begins_as_one_of_zeros(kind: Any, any_target: Target) -> None:
 @pytest.mark.parametrize("kind", [kf.FusedAddLayerNorm, kf.FusedAddRMSNorm])
 @pytest.mark.parametrize("target", [CPU, TRITON, pytest.param(CUDA, marks=pytest.mark.cuda)], ids=lambda t: t.backend)
 def test_a_stream_begins_in_one_pass(kind: Any, target: Target) -> None:
-    """Without a residual, backward adds the gradient of h in its kernel, and what stands for a residual is one row."""
+    """Without a residual, what stands for one is one row, and only Triton's backend adds the gradient of h apart."""
     module = kind(64, device=target.device, dtype=torch.bfloat16)
     x, dy, dh = torch.randn(3, 4, 6, 64, device=target.device, dtype=torch.bfloat16)
     x.requires_grad_()
@@ -318,7 +318,8 @@ def test_a_stream_begins_in_one_pass(kind: Any, target: Target) -> None:
         with torch.autograd.profiler.profile(use_kineto=False) as profile:
             begun = gradient(x)
     assert torch.equal(begun, added)
-    assert not {event.name for event in profile.function_events} & {"aten::add", "aten::clone", "aten::contiguous"}
+    passes = {event.name for event in profile.function_events} & {"aten::add", "aten::clone", "aten::contiguous"}
+    assert passes == ({"aten::add"} if target.backend == "triton" else set())
 
 
 _DROPPING: dict[str, tuple[Callable[[str], nn.Module], Callable[[nn.Module, Tensor], Tensor]]] = {

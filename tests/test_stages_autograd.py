@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from stages_support import ADD_VERBS, BF16, F32, F64, VERBS, assert_equal, call, cotangents, make, run, with_gradients
-from support import CPU, Target
+from support import CPU, TRITON, Target
 from torch import Tensor
 from torch.func import grad, jvp, vmap
 from torch.utils.checkpoint import checkpoint
@@ -148,13 +148,14 @@ def _differentiated(loss: Tensor, h: Tensor, leaves: list[Tensor]) -> list[Tenso
     return list(torch.autograd.grad(sum(g.square().sum() for g in found), leaves))
 
 
+@pytest.mark.parametrize("target", [CPU, TRITON], ids=lambda t: t.backend)
 @pytest.mark.parametrize("watch", [_retained, _hooked, _asked, _asked_alone, _seen_by_the_node, _differentiated])
 @pytest.mark.parametrize("stages", ["add", "pre"])
 @each_add_verb
-def test_the_gradient_of_h_is_whole(verb: str, stages: str, watch: Callable[..., list[Tensor]]) -> None:
+def test_the_gradient_of_h_is_whole(verb: str, stages: str, watch: Callable[..., list[Tensor]], target: Target) -> None:
     """Whoever sees the gradient of h sees what comes through the norm too, as if h had been computed before it."""
-    found, given = [], make(verb, (5, 16))
-    for backend in ("cpu", "eager"):
+    found, given = [], make(verb, (5, 16), device=target.device)
+    for backend in (target.backend, "eager"):
         leaves = [t.detach().requires_grad_() for t in given]
         y, h = call(verb, *leaves, backend=backend, **STAGES[stages])
         found.append(watch(y.sin().sum() + (h * h).tanh().sum(), h, leaves))

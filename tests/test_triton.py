@@ -193,6 +193,24 @@ def test_norms_take_what_overflows_as_the_definition(verb: str, value: float, co
     torch.testing.assert_close(*results, equal_nan=True)
 
 
+def test_create_graph_takes_each_operand_apart() -> None:
+    """Where an operand depends on another, `create_graph` counts no gradient twice."""
+    x = torch.randn(4, 8, dtype=F64, device=DEVICE, requires_grad=True)
+    row = torch.randn(8, dtype=F64, device=DEVICE)
+    calls: list[Callable[..., Tensor]] = [
+        lambda a, b, backend: kf.gated_rms_norm(a, b, 8, backend=backend),
+        lambda a, b, backend: kf.rms_norm(a, 8, b[0], backend=backend),
+        lambda a, b, backend: kf.add_rms_norm(a, b, 8, b[0], backend=backend)[0],
+        lambda a, b, backend: kf.gated_act(a, b, "silu", backend=backend),
+    ]
+    for call in calls:
+        found = []
+        for backend in ("triton", "eager"):
+            a = x * row
+            found.append(torch.autograd.grad(call(a, a.sin(), backend).cos().sum(), x, create_graph=True)[0])
+        torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize("verb", ["add_layer_norm", "add_rms_norm"])
 def test_h_is_normalised_as_it_is(verb: str) -> None:
     """h is rounded to the residual's dtype, and y is the norm of these bits."""

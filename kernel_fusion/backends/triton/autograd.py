@@ -6,7 +6,7 @@ eager definition, through the operators `*_reference`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -44,16 +44,20 @@ def requires_grad(*tensors: Tensor | None) -> bool:
 
 
 def differentiable(
-    outputs: Sequence[Tensor],
+    definition: Callable[..., Sequence[Tensor]],
     cotangents: Sequence[Tensor | None],
     inputs: Sequence[Tensor | None],
     wants: Sequence[bool],
 ) -> list[Tensor | None]:
-    """The wanted gradients of the definition's outputs, themselves differentiable."""
+    """The wanted gradients of the definition's outputs with respect to its inputs, themselves differentiable."""
     for dy in cotangents:
         if dy is not None:
             arguments.memory(dy)
-    pairs = [(y, dy) for y, dy in zip(outputs, cotangents, strict=True) if dy is not None and y.requires_grad]
+    # Aliases, so that no gradient is also looked for behind an input, which may depend on another one.
+    inputs = [None if t is None else t.view_as(t) for t in inputs]
+    pairs = [
+        (y, dy) for y, dy in zip(definition(*inputs), cotangents, strict=True) if dy is not None and y.requires_grad
+    ]
     leaves = [t for t, wanted in zip(inputs, wants, strict=True) if wanted and t is not None]
     found = iter(
         torch.autograd.grad(

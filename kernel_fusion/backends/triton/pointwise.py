@@ -201,8 +201,8 @@ class Pointwise(torch.autograd.Function):
         a, b, seed = ctx.saved_tensors
         wants = [*ctx.needs_input_grad[:2]]
         if torch.is_grad_enabled():
-            y = torch.ops.kernel_fusion.pointwise_reference(a, b, *ctx.call, seed)
-            found = autograd.differentiable([y], [dy], [a, b], wants)
+            reference = torch.ops.kernel_fusion.pointwise_reference
+            found = autograd.differentiable(lambda a, b: [reference(a, b, *ctx.call, seed)], [dy], [a, b], wants)
         else:
             results = torch.ops.kernel_fusion.triton_pointwise_bwd(dy, a, b, *ctx.call, seed, wants)
             found = [summed(t, of) if wanted else None for t, of, wanted in zip(results, (a, b), wants, strict=True)]

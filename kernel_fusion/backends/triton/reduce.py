@@ -123,8 +123,9 @@ class Reduce(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         dim, keepdim, kind, dtype = ctx.call
         if torch.is_grad_enabled():
-            y = torch.ops.kernel_fusion.reduce_reference(x, dim, keepdim, kind, dtype)
-            return autograd.differentiable([y], [dy], [x], [True])[0], *(None,) * 4
+            reference = torch.ops.kernel_fusion.reduce_reference
+            found = autograd.differentiable(lambda x: [reference(x, dim, keepdim, kind, dtype)], [dy], [x], [True])
+            return found[0], *(None,) * 4
         dims = _canonical(dim, x.dim())
         if not keepdim:
             for d in dims:

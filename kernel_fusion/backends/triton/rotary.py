@@ -180,10 +180,10 @@ def _differentiable(*args: Any) -> list[Tensor | None]:
         )
         return [*turned, None, None]
     tensors = [query, key, query_weight, key_weight]
-    # Aliases, so that no gradient is also looked for behind them.
-    tensors = [None if t is None else t.view_as(t) for t in tensors]
-    results = torch.ops.kernel_fusion.qk_norm_rope_reference(*tensors, cos, sin, positions, eps, *rest)
-    return autograd.differentiable(results, [dy, dy_key], tensors, wants)
+    reference = torch.ops.kernel_fusion.qk_norm_rope_reference
+    return autograd.differentiable(
+        lambda *tensors: reference(*tensors, cos, sin, positions, eps, *rest), [dy, dy_key], tensors, wants
+    )
 
 
 def qk_norm_rope(*args: Any) -> tuple[Tensor, Tensor]:

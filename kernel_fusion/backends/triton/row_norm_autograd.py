@@ -1,146 +1,155 @@
-"""LayerNorm and RMSNorm with their stages: autograd of the operators, and the verb."""
+"""LayerNorm and RMSNorm with their stages: autograd of the operators, and the verb.
+
+One launch computes y and the sum before it, h, but each has a function of its own here, so that PyTorch adds up what
+arrives at h: hooks, `retain_grad` and `autograd.grad` see all of it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernel_fusion.backends.triton import autograd
+from kernel_fusion.backends.triton import autograd, pointwise
 from kernel_fusion.backends.triton.row_norm import Backward
 from kernel_fusion.core import checks
 from kernel_fusion.core.activations import IDENTITY
 from kernel_fusion.core.groups import groups_of
-from kernel_fusion.core.stages import ARGUMENTS, FIRST, PLACES, TENSORS, Given, NormCall, norm_call, other_row, row_at
+from kernel_fusion.core.spec import compute_dtype
+from kernel_fusion.core.stages import FIRST, TENSORS, NormCall, norm_call, other_row, row_at
 
 
-class StagedRowNorm(torch.autograd.Function):
-    """Autograd of the operator."""
+class Sum(torch.autograd.Function):
+    """Autograd of h = residual + gate * dropout(pre_activation(x)), which is given."""
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        """y, and h or nothing."""
-        c = norm_call(*args)
-        y, h, stats = torch.ops.kernel_fusion.triton_row_norm_fwd(True, *args)
-        keep(ctx, c, h, stats)
-        return y, h
+    def forward(ctx: Any, h: Tensor, x: Tensor, residual: Tensor, gate: Tensor | None, *others: Any) -> Tensor:
+        """h."""
+        activation, dropout_p, seed = others
+        needs_x = activation != IDENTITY or gate is not None
+        ctx.save_for_backward(x if needs_x else None, gate, seed)
+        ctx.activation, ctx.dropout_p, ctx.dtype = activation, dropout_p, x.dtype
+        return h.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Gradients of x, the residual and its gate."""
+        (dh,) = grads
+        x, gate, seed = ctx.saved_tensors
+        _, wants_x, wants_residual, wants_gate, *_ = ctx.needs_input_grad
+        dx = dgate = None
+        if x is not None:
+            dx, dgate = _of_chain(ctx, dh, x, gate, seed, [wants_x, wants_gate])
+        elif wants_x:  # dropout is its own gradient
+            dropout = "first", IDENTITY, 1.0, ctx.dropout_p, seed
+            dx = dh if seed is None else pointwise.pointwise(dh.contiguous(), None, *dropout)
+            dx = dx.to(ctx.dtype)
+        return None, dx, dh if wants_residual else None, dgate, None, None, None
+
+
+def _of_chain(
+    ctx: Any, dh: Tensor, x: Tensor, gate: Tensor | None, seed: Tensor | None, wants: list[bool]
+) -> list[Tensor | None]:
+    """The gradients of x and the gate."""
+    chain = "first" if gate is None else "gate", ctx.activation, 1.0, ctx.dropout_p, seed
+    if not any(wants):
+        return [None, None]
+    # What a gate's gradient sums is not rounded before.
+    wide = dh.dtype if gate is None else compute_dtype(dh.dtype)
+    if torch.is_grad_enabled():
+        reference = torch.ops.kernel_fusion.pointwise_reference
+
+        def added(*tensors: Tensor | None) -> list[Tensor]:
+            return [reference(*(None if t is None else t.to(wide).contiguous() for t in tensors), *chain)]
+
+        return autograd.differentiable(added, [dh.to(wide)], [x, gate], wants)
+    a = x.contiguous() if gate is None else x.to(wide).contiguous()
+    found = pointwise.backward(dh, a, gate, *chain, wants)
+    return [
+        t.sum_to_size(of.shape).to(of.dtype) if wanted and of is not None else None
+        for t, of, wanted in zip(found, (x, gate), wants, strict=True)
+    ]
+
+
+def sum_and_norm(c: NormCall, h: Tensor) -> tuple[Tensor, NormCall]:
+    """h with its history, if there is a residual, and the norm that is left to do."""
+    if c.residual is None:
+        return h, c
+    s = c.stages
+    apply: Callable[..., Tensor] = Sum.apply
+    h = apply(h, c.input, c.residual, s.residual_gate, s.pre_activation, s.dropout_p, s.seed)
+    bare = s._replace(pre_activation=IDENTITY, dropout_p=0.0, seed=None, residual_gate=None)
+    return h, c._replace(input=h, residual=None, stages=bare)
+
+
+class RowNorm(torch.autograd.Function):
+    """Autograd of y, which is given, as are the statistics; nothing is added before this norm."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, stats: Tensor, *args: Any) -> Tensor:
+        """y."""
+        keep(ctx, norm_call(*args), stats)
+        return y.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         """Gradients of input, the other row, weight and bias."""
-        kernels = partial(kernel_backward, _backward)
-        return gradients(ctx, grads, _differentiable_backward if torch.is_grad_enabled() else kernels)
+        (dy,) = grads
+        return gradients(ctx, dy, None if torch.is_grad_enabled() else _backward)
 
 
-def keep(ctx: Any, c: NormCall, h: Tensor, stats: Tensor) -> None:
+# Launches backward, as `row_norm.backward` does, for input, the other row, weight and bias.
+Launch = Callable[[torch.dtype | None, list[bool], Backward], tuple[Tensor, ...]]
+
+
+def keep(ctx: Any, c: NormCall, stats: Tensor) -> None:
     """The arguments and results of forward that backward needs."""
-    s, input = c.stages, c.input
-    stored = c.residual is not None
-    if not stored:
-        ctx.mark_non_differentiable(h)
-    ctx.set_materialize_grads(False)
-    # With h, backward needs the input only for the pre-activation's slope and for a gate.
-    kept = input if not stored or s.pre_activation != IDENTITY or s.residual_gate is not None else None
-    rows = kept, h if stored else None
-    ctx.save_for_backward(*rows, c.weight, c.bias, stats, *(getattr(s, name) for name in TENSORS))
-    nothing: Any = dict.fromkeys(("input", "residual", "weight", "bias"))
-    ctx.call = c._replace(**nothing, stages=s._replace(**dict.fromkeys(TENSORS)))
-    at = row_at(s)
+    ctx.save_for_backward(stats, c.input, c.weight, c.bias, *(getattr(c.stages, name) for name in TENSORS))
+    nothing: Any = dict.fromkeys(("input", "weight", "bias"))
+    ctx.call = c._replace(**nothing, stages=c.stages._replace(**dict.fromkeys(TENSORS)))
+    at = row_at(c.stages)
     ctx.other = 1 if at is None else FIRST + at  # where the other row stands among the arguments
-    ctx.stored, ctx.input_dtype = stored, input.dtype
 
 
-def gradients(ctx: Any, grads: tuple[Any, ...], through: Callable[..., list[Tensor | None]]) -> tuple[Any, ...]:
-    """Those of the operator's arguments; `through` computes those of input, the other row, weight, bias and gate."""
-    dy, dh = grads
-    places = 0, ctx.other, 3, 4, PLACES["residual_gate"]
-    found: list[Tensor | None] = [None] * (FIRST + len(ARGUMENTS))
-    if dy is not None or dh is not None:
-        wants = [ctx.needs_input_grad[i] and (dy is not None or i not in (3, 4)) for i in places]
-        for place, gradient in zip(places, through(ctx, dy, dh, wants), strict=True):
-            found[place] = gradient
+def gradients(ctx: Any, dy: Tensor, launch: Launch | None) -> tuple[Any, ...]:
+    """Those of forward's arguments, by these kernels; differentiable ones, by the definition, without."""
+    stats, x, weight, bias, *others = ctx.saved_tensors
+    stages = ctx.call.stages._replace(**dict(zip(TENSORS, others, strict=True)))
+    c = ctx.call._replace(input=x, weight=weight, bias=bias, stages=stages)
+    places = [2 + place for place in (0, ctx.other, 3, 4)]  # after y and the statistics
+    wants = [ctx.needs_input_grad[place] for place in places]
+    results = _differentiable(c, dy, wants) if launch is None else _of_kernels(launch, c, dy, stats, wants)
+    found: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+    for place, wanted, result in zip(places, wants, results, strict=True):
+        found[place] = result if wanted else None
     return tuple(found)
 
 
-def _saved(ctx: Any) -> tuple[NormCall, Any, Any]:
-    """The call, without an input that was not kept; h, if stored; and the statistics."""
-    x, h, weight, bias, stats, *others = ctx.saved_tensors
-    stages = ctx.call.stages._replace(**dict(zip(TENSORS, others, strict=True)))
-    return ctx.call._replace(input=x, weight=weight, bias=bias, stages=stages), h, stats
-
-
-def of_h(c: NormCall, h: Tensor) -> NormCall:
-    """The norm of h, and what follows."""
-    bare = c.stages._replace(pre_activation=IDENTITY, dropout_p=0.0, seed=None, residual_gate=None)
-    return c._replace(input=h, residual=None, stages=bare)
-
-
-def _backward(
-    input_dtype: torch.dtype, bias_dtype: torch.dtype | None, wants: list[bool], call: Backward
-) -> tuple[Tensor, ...]:
-    backward = torch.ops.kernel_fusion.triton_row_norm_bwd
-    return backward(input_dtype, bias_dtype, wants, *call.arguments)  # type: ignore[no-any-return]
-
-
-def kernel_backward(
-    backward: Callable[..., tuple[Tensor, ...]], ctx: Any, dy: Tensor | None, dh: Tensor | None, wants: list[bool]
-) -> list[Tensor | None]:
-    """The kernels' gradients; `backward` is as `row_norm.backward`."""
-    c, h, stats = _saved(ctx)
-    s, normalised = c.stages, h if ctx.stored else c.input
-    if dy is None:
-        dy = torch.zeros_like(normalised, dtype=c.out_dtype)
-    # Without a stage between them, dx is dresidual.
-    plain = s.pre_activation == IDENTITY and s.seed is None and s.residual_gate is None
-    same = ctx.stored and plain and h.dtype == ctx.input_dtype and wants[0]
-    asked = [False, True, *wants[2:]] if same else wants
+def _of_kernels(launch: Launch, c: NormCall, dy: Tensor, stats: Tensor, wants: list[bool]) -> tuple[Tensor, ...]:
+    s = c.stages
     # The kernels take groups from the shape of a parameter.
     reads_bias = s.grouped or s.activation != IDENTITY or other_row(s, None) is not None
-    rows = dy, dh, normalised, c.input if ctx.stored else None, stats
     affine = c.weight, c.bias if reads_bias else None, c.weight_offset
-    call = Backward(*rows, c.num_dims, *affine, c.rms, ctx.stored, s)
-    results = backward(ctx.input_dtype, None if c.bias is None else c.bias.dtype, asked, call)
-    dx, dother, *sums = (t if wanted else None for t, wanted in zip(results, asked, strict=True))
-    return [dother if same else dx, dother if wants[1] else None, *sums]
+    call = Backward(dy, None, c.input, None, stats, c.num_dims, *affine, c.rms, False, s)
+    return launch(None if c.bias is None else c.bias.dtype, wants, call)
 
 
-def _differentiable_backward(ctx: Any, dy: Tensor | None, dh: Tensor | None, wants: list[bool]) -> list[Tensor | None]:
-    """The definition's gradients: through h, where it was stored, and from there to the input."""
-    c, h, _ = _saved(ctx)
-    reference, vectors = torch.ops.kernel_fusion.staged_row_norm_reference, [c.weight, c.bias]
-    if not ctx.stored:
-        y, _ = reference(*c.arguments)
-        rows = [c.input, other_row(c.stages, None)]
-        return [*autograd.differentiable([y], [dy], [*rows, *vectors], wants[:4]), None]
-    total, dweight, dbias = None, None, None
-    if dy is not None:
-        # In the compute type, so that y of a narrow h is not rounded on the way.
-        y, _ = reference(*of_h(c, h).arguments)
-        total, dweight, dbias = autograd.differentiable([y], [dy], [h, *vectors], [True, *wants[2:4]])
-    if dh is not None:
-        total = dh if total is None else total + dh
-    assert total is not None
-    dx, dgate = _through_stages(total, c.input, c.stages, ctx.input_dtype, [wants[0], wants[4]])
-    return [dx, total if wants[1] else None, dweight, dbias, dgate]
+def _backward(bias_dtype: torch.dtype | None, wants: list[bool], call: Backward) -> tuple[Tensor, ...]:
+    results = torch.ops.kernel_fusion.triton_row_norm_bwd(call.h.dtype, bias_dtype, [*wants, False], *call.arguments)
+    return tuple(results[:4])
 
 
-def _through_stages(
-    dh: Tensor, x: Tensor | None, s: Given, dtype: torch.dtype, wants: list[bool]
-) -> list[Tensor | None]:
-    """The gradients of x and the residual's gate, where h = residual + gate * dropout(pre_activation(x))."""
-    chain, dropout = torch.ops.kernel_fusion.pointwise_reference, (1.0, s.dropout_p, s.seed)
-    if not any(wants):
-        return [None, None]
-    if x is None:  # not kept, because dropout alone needs no input
-        return [(dh if s.seed is None else chain(dh.contiguous(), None, "first", IDENTITY, *dropout)).to(dtype), None]
-    # Neither is looked for behind the other, which may depend on it.
-    inputs = [None if t is None else t.view_as(t) for t in (x, s.residual_gate)]
-    wide = [None if t is None else t.to(dh.dtype).contiguous() for t in inputs]
-    added = chain(*wide, "first" if inputs[1] is None else "gate", s.pre_activation, *dropout)
-    return autograd.differentiable([added], [dh], inputs, wants)
+def _differentiable(c: NormCall, dy: Tensor, wants: list[bool]) -> list[Tensor | None]:
+    at = row_at(c.stages)
+
+    def norm(x: Tensor, other: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> list[Tensor]:
+        stages = c.stages if at is None else c.stages._replace(**{c.stages._fields[at]: other})
+        call = c._replace(input=x, weight=weight, bias=bias, stages=stages)
+        return [torch.ops.kernel_fusion.staged_row_norm_reference(*call.arguments)[0]]
+
+    return autograd.differentiable(norm, [dy], [c.input, other_row(c.stages, None), c.weight, c.bias], wants)
 
 
 def staged_row_norm(*args: Any) -> tuple[Tensor, Tensor]:
@@ -153,8 +162,11 @@ def staged_row_norm(*args: Any) -> tuple[Tensor, Tensor]:
     if foreign or apart or not checks.shaped(shape, *c.vectors):
         return torch.ops.kernel_fusion.staged_row_norm_reference(*args)  # type: ignore[no-any-return]
     checks.staged_row_norm(c)
-    arguments = c._replace(out_dtype=c.out_dtype or c.input.dtype).arguments
-    if autograd.requires_grad(c.input, other, *c.vectors):
-        return StagedRowNorm.apply(*arguments)  # type: ignore[no-untyped-call,no-any-return]
-    y, h, _ = torch.ops.kernel_fusion.triton_row_norm_fwd(False, *arguments)
+    c = c._replace(out_dtype=c.out_dtype or c.input.dtype)
+    records = autograd.requires_grad(c.input, other, *c.vectors)
+    with torch.no_grad():
+        y, h, stats = torch.ops.kernel_fusion.triton_row_norm_fwd(records, *c.arguments)
+    if records:
+        h, norm = sum_and_norm(c, h)
+        y = RowNorm.apply(y, stats, *norm.arguments)  # type: ignore[no-untyped-call]
     return y, h

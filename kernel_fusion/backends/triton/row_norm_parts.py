@@ -19,7 +19,7 @@ from kernel_fusion.backends.triton.kernels.constants import RowNormBackward
 from kernel_fusion.backends.triton.kernels.row_norm_bwd import row_norm_bwd
 from kernel_fusion.backends.triton.launch import operator
 from kernel_fusion.backends.triton.row_norm import Backward, launch_forward, require_forward
-from kernel_fusion.backends.triton.row_norm_autograd import gradients, keep, kernel_backward, of_h
+from kernel_fusion.backends.triton.row_norm_autograd import gradients, keep, sum_and_norm
 from kernel_fusion.core import checks
 from kernel_fusion.core.activations import IDENTITY
 from kernel_fusion.core.moments import merged
@@ -95,82 +95,72 @@ def backward_sums(
 
 
 @operator("row_norm_bwd_apply")
-def backward_apply(
-    sums: Tensor, input_dtype: torch.dtype, wants: Sequence[bool], call: Backward
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, the other row's gradient and dgate, from sums over all ranks."""
-    s, h = call.stages, call.h
-    other, gate = other_row(s, None), s.residual_gate
-    shape = checks.parameter_shape(h, call.num_dims, s.grouped, *call.vectors)
-    dtypes = input_dtype, (h if other is None else other).dtype, input_dtype if gate is None else gate.dtype
-    made = [wants[0], wants[1] or wants[2], wants[2]]
-    dx, dother, dgate = (
-        _memory(h, *(of if wanted else [0]), dtype=dtype)
-        for of, dtype, wanted in zip((h.shape, h.shape, shape), dtypes, made, strict=True)
+def backward_apply(sums: Tensor, wants: Sequence[bool], call: Backward) -> tuple[Tensor, Tensor]:
+    """dx and the other row's gradient, from sums over all ranks."""
+    h, other = call.h, other_row(call.stages, None)
+    dtypes = h.dtype, (h if other is None else other).dtype
+    dx, dother = (
+        _memory(h, *(h.shape if wanted else [0]), dtype=dtype) for dtype, wanted in zip(dtypes, wants, strict=True)
     )
     if h.numel() > 0:
-        asked = [*made[:2], False, False, made[2]]
-        call.require("triton_row_norm_bwd_apply", asked, *dtypes)
+        call.require("triton_row_norm_bwd_apply", [*wants, False, False, False], *dtypes)
         read = call.operands()
         layout = plan.norm_apply(read.cols, h.dtype.itemsize, warps=8)
         per_group = -(-read.numbers[0] // layout.rows) * -(-read.cols // layout.block)
-        constants = {"joined": True, "dx": made[0], "dother": made[1], "dweight": False, "dbias": False}
+        constants = {"joined": True, "dx": wants[0], "dother": wants[1], "dweight": False, "dbias": False}
         read.launch(row_norm_bwd, RowNormBackward, layout, [dx, dother, sums, None], per_group, **constants)
-        if wants[2]:
-            call.sum_columns(read, (dx, dother, h, h, dgate), asked)  # h is not written
-    return dx, dother, dgate
+    return dx, dother
 
 
 class NormOfParts(torch.autograd.Function):
-    """Autograd of the norm; its last argument joins the ranks' sums."""
+    """Autograd of y as `RowNorm` has it; its last argument joins the ranks' sums."""
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        """y, and h or nothing."""
+    def forward(ctx: Any, y: Tensor, stats: Tensor, *args: Any) -> Tensor:
+        """y."""
         *args_of_norm, join = args
-        c = norm_call(*args_of_norm)
-        s = c.stages
-        grouped = s.grouped and s.residual_gate is not None  # no other vector stands before the norm
-        first = s.gate if s.gate_first else None
-        before = s._replace(activation=IDENTITY, rounding="once", grouped=grouped, gate=first)
-        sums, h = torch.ops.kernel_fusion.triton_row_norm_moments(c.input, c.residual, c.num_dims, c.rms, *before)
-        if c.input.dtype == torch.float64 and not c.rms:
-            sums, _ = merged(join, sums)
-        else:
-            join(sums)
-        after = c if c.residual is None else of_h(c, h)
-        y, stats = torch.ops.kernel_fusion.triton_row_norm_apply(sums, *after.arguments)
-        keep(ctx, c, h, stats)
+        keep(ctx, norm_call(*args_of_norm), stats)
         ctx.join = join
-        return y, h
+        return y.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Gradients of input, the other row, weight, bias and the residual's gate."""
-        dy, dh = grads
-        of_results = dy, dh if ctx.stored else None  # Dynamo has a gradient for an h that is nothing
-        return *gradients(ctx, of_results, partial(kernel_backward, partial(_backward, ctx.join))), None
+        """Gradients of input, the other row, weight and bias."""
+        (dy,) = grads
+        return gradients(ctx, dy, partial(_backward, ctx.join))
 
 
 def _backward(
-    join: Join, input_dtype: torch.dtype, bias_dtype: torch.dtype | None, wants: list[bool], call: Backward
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As `row_norm.backward`; sums are joined if the gradient of a row is wanted."""
-    ops, of_rows = torch.ops.kernel_fusion, any([*wants[:2], wants[4]])
-    after_h = call._replace(dh=None, x=None, stages=call.stages._replace(residual_gate=None))  # whose product is in h
-    sums, dweight, dbias = ops.triton_row_norm_bwd_sums(bias_dtype, [of_rows, *wants[2:4]], *after_h.arguments)
-    dx = dother = dgate = sums[:0]
+    join: Join, bias_dtype: torch.dtype | None, wants: list[bool], call: Backward
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sums are joined if the gradient of a row is wanted."""
+    ops, of_rows = torch.ops.kernel_fusion, any(wants[:2])
+    sums, dweight, dbias = ops.triton_row_norm_bwd_sums(bias_dtype, [of_rows, *wants[2:]], *call.arguments)
+    dx = dother = sums[:0]
     if of_rows:
         join(sums)
-        asked = [*wants[:2], wants[4]]
-        dx, dother, dgate = ops.triton_row_norm_bwd_apply(sums, input_dtype, asked, *call.arguments)
-    return dx, dother, dweight, dbias, dgate
+        dx, dother = ops.triton_row_norm_bwd_apply(sums, wants[:2], *call.arguments)
+    return dx, dother, dweight, dbias
 
 
 def staged_row_norm(join: Join, *args: Any) -> tuple[Tensor, Tensor]:
     """`kernel_fusion::staged_row_norm` of a rank's columns."""
     c = norm_call(*args)
     checks.staged_row_norm(c)
-    apply_norm: Callable[..., tuple[Tensor, Tensor]] = NormOfParts.apply
-    return apply_norm(*c._replace(out_dtype=c.out_dtype or c.input.dtype).arguments, join)
+    c = c._replace(out_dtype=c.out_dtype or c.input.dtype)
+    s = c.stages
+    grouped = s.grouped and s.residual_gate is not None  # no other vector stands before the norm
+    first = s.gate if s.gate_first else None
+    before = s._replace(activation=IDENTITY, rounding="once", grouped=grouped, gate=first)
+    with torch.no_grad():
+        sums, h = torch.ops.kernel_fusion.triton_row_norm_moments(c.input, c.residual, c.num_dims, c.rms, *before)
+        if c.input.dtype == torch.float64 and not c.rms:
+            sums, _ = merged(join, sums)
+        else:
+            join(sums)
+    h, norm = sum_and_norm(c, h)
+    with torch.no_grad():
+        y, stats = torch.ops.kernel_fusion.triton_row_norm_apply(sums, *norm.arguments)
+    apply_norm: Callable[..., Tensor] = NormOfParts.apply
+    return apply_norm(y, stats, *norm.arguments, join), h
