@@ -24,7 +24,11 @@ _NO_EXTENSION = '''"""Stands for the C++ extension, which this build has not."""
 from kernel_fusion.errors import BuildError
 
 
-def open_extension():
+def open_prebuilt():
+    """Return None: there is no library."""
+
+
+def open_built(because):
     """Raise, so that Triton serves."""
     raise BuildError("this build has the Triton kernels alone")
 '''
