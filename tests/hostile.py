@@ -495,10 +495,15 @@ def argument_types(operator: str) -> dict[str, str]:
     return {name: kind for kind, name in re.findall(r"([\w\[\]]+\??) (\w+)[,=)]", written)}
 
 
+# The parts of norms of rows that are spread over ranks. They are defined when the first such norm is called.
+_OF_SPREAD_ROWS = {f"triton_row_norm_{part}" for part in ("moments", "apply", "bwd_sums", "bwd_apply")}
+
+
 def registered(triton: bool = False) -> list[str]:
     """The names of all our operators that the dispatcher has: Triton's, once they are defined, or the others."""
     found = (schema.name.split("::") for schema in torch._C._jit_get_all_schemas())
-    return sorted(name for owner, name in found if owner == "kernel_fusion" and name.startswith("triton_") == triton)
+    ours = {name for owner, name in found if owner == "kernel_fusion" and name.startswith("triton_") == triton}
+    return sorted(ours - _OF_SPREAD_ROWS)
 
 
 def operators() -> list[tuple[str, str]]:

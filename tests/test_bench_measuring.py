@@ -15,6 +15,7 @@ from support import TRITON
 from torch import Tensor
 
 from kernel_fusion.operators import loader
+from kernel_fusion.testing import launches
 from kernel_fusion_bench import check, host, memory, page_faults, peers, providers, runner, timing
 from kernel_fusion_bench.floor import Floor
 from kernel_fusion_bench.providers import Provider
@@ -543,9 +544,9 @@ def test_a_failed_capture_harms_nobody_else() -> None:
 def test_kernels_are_counted_from_the_first_call_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is counted before the extension is loaded, which a first call does: from there on it is."""
     answers = iter([{}, {"cuda_launch": 2}])
-    monkeypatch.setattr(providers, "launches", lambda backend: next(answers))
-    with providers.kernels_must_run("cuda"):
+    monkeypatch.setattr(launches, "launches", lambda backend: next(answers))
+    with launches.kernels_must_run("cuda"):
         pass
-    monkeypatch.setattr(providers, "launches", lambda backend: {"cuda_launch": 2})
-    with pytest.raises(AssertionError, match="cuda_launch unchanged"), providers.kernels_must_run("cuda"):
+    monkeypatch.setattr(launches, "launches", lambda backend: {"cuda_launch": 2})
+    with pytest.raises(AssertionError, match="cuda_launch unchanged"), launches.kernels_must_run("cuda"):
         pass

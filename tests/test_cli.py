@@ -143,7 +143,7 @@ def test_version_and_short_help() -> None:
 
 def test_info_builds_nothing(tmp_path: Path) -> None:
     """With an empty cache it says that the extension is not built, and leaves it so."""
-    command = "from kernel_fusion.cli import main; main()"
+    command = "from kernel_fusion.__main__ import main; main()"
     result = python(command, "info", env={"KERNEL_FUSION_CACHE_DIR": str(tmp_path / "cache")})
     assert "not built; the first call or `info --build` builds it" in result.stdout
     assert not (tmp_path / "cache").exists()

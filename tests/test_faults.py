@@ -405,7 +405,7 @@ def test_signs_of_life(compiler: StandIn) -> None:
 
 def test_warmup_without_arguments(compiler: StandIn) -> None:
     """It builds what this machine needs, and says where it is."""
-    command = "import sys; from kernel_fusion.cli import main; sys.argv[1:] = ['warmup']; main()"
+    command = "import sys; from kernel_fusion.__main__ import main; sys.argv[1:] = ['warmup']; main()"
     result = python(command, env=compiler.env)
     assert f"The extension is built: {compiler.built_library()}" in result.stdout
     assert "building its C++ extension" in result.stderr

@@ -13,7 +13,7 @@ from support import EAGER, Target, check
 from torch import Tensor
 
 import kernel_fusion as kf
-from kernel_fusion.core import activations, arguments
+from kernel_fusion.core import activations, signatures
 from kernel_fusion.testing import cases, long_double, oracle
 from kernel_fusion.testing.case import with_gradients
 from kernel_fusion.testing.oracle import RowNormCase, run
@@ -182,7 +182,7 @@ def test_chance_alone_fails_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     clamp = long_double.Activation(lambda x: np.clip(x, -1, 1), lambda x: np.where(np.abs(x) <= 1, np.longdouble(1), 0))
     monkeypatch.setitem(activations.ACTIVATIONS, "clamp", lambda x: x.clamp(-1, 1))
     monkeypatch.setitem(activations.CODES, "clamp", len(activations.CODES))
-    monkeypatch.setitem(arguments._NAMES, "pre_activation", ("identity", "clamp"))
+    monkeypatch.setitem(signatures.NAMES, "pre_activation", ("identity", "clamp"))
     monkeypatch.setitem(long_double.ACTIVATIONS, "clamp", clamp)
     double = torch.float64
     case = oracle.StagedNormCase("layer_norm", (33, 255), double, weight=double, bias=double, pre_activation="clamp")

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
 from torch.compiler import is_compiling
 
 
 def known(condition: bool) -> bool:
     """Whether a comparison of sizes holds, and False where that follows from data."""
-    if type(condition) is bool and not is_compiling():  # where even a comparison of two symbols is a bool
-        return condition
+    if isinstance(condition, bool | Tensor) and not is_compiling():  # where even a comparison of two symbols is a bool
+        return bool(condition)  # `torch.jit.trace` compares sizes as tensors
     from torch.fx.experimental.symbolic_shapes import guard_or_false  # imports SymPy
 
     return guard_or_false(condition)
@@ -23,8 +24,8 @@ def known(condition: bool) -> bool:
 
 def possible(condition: bool) -> bool:
     """Whether a comparison of sizes holds, and True where that follows from data."""
-    if type(condition) is bool and not is_compiling():
-        return condition
+    if isinstance(condition, bool | Tensor) and not is_compiling():
+        return bool(condition)
     from torch.fx.experimental.symbolic_shapes import guard_or_true  # imports SymPy
 
     return guard_or_true(condition)

@@ -14,7 +14,7 @@ from kernel_fusion.functional import bound, gated_act
 from kernel_fusion.patching.agree import has_shape, is_floating
 from kernel_fusion.patching.autocast import widened
 from kernel_fusion.patching.reads import Reads
-from kernel_fusion.patching.swap import is_bare, is_captured, original_class
+from kernel_fusion.patching.swap import has_torch_hooks, is_bare, is_captured, original_class
 
 
 class Act(NamedTuple):
@@ -73,7 +73,7 @@ def gates_by(acts: Iterable[Act]) -> Gates:
         """The same of a layer's result, which other code may write to unless nobody else holds it."""
         if is_captured():
             return act(layer(*args, **options)), None, None, False
-        if type(layer) in _MAKERS and is_bare(layer):
+        if type(layer) in _MAKERS and (is_bare(layer) or has_torch_hooks(layer)):
             return waiting(text, act, layer(*args, **options))
         gate, references = _called(layer, args, options)
         if references == _ALONE and owns_memory(gate):

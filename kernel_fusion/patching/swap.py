@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks, _has_any_global_hook
 
 from kernel_fusion.patching.wrappers import around, inside
 
@@ -206,3 +206,15 @@ def is_bare(module: nn.Module) -> bool:
         or "forward" in module.__dict__
         or _has_any_global_hook()
     )
+
+
+def has_torch_hooks(module: nn.Module) -> bool:
+    """Whether all that runs beside a call's `forward` are hooks of PyTorch's own, such as those of parallel styles.
+
+    They lay out inputs and results, or count; they do not write to them.
+    """
+    forward = (module._forward_hooks, module._forward_pre_hooks, _global_forward_hooks, _global_forward_pre_hooks)
+    backward = module._backward_hooks or module._backward_pre_hooks
+    if backward or "forward" in module.__dict__:
+        return False
+    return all(getattr(hook, "__module__", "").startswith("torch.") for hooks in forward for hook in hooks.values())

@@ -66,7 +66,8 @@ def _of_chain(
 
         return autograd.differentiable(added, [dh.to(wide)], [x, gate], wants)
     a = x.contiguous() if gate is None else x.to(wide).contiguous()
-    found = pointwise.backward(dh, a, gate, *chain, wants)
+    b = None if gate is None else gate.contiguous()  # an expanded row would be summed to the row
+    found = pointwise.backward(dh, a, b, *chain, wants)
     return [
         t.sum_to_size(of.shape).to(of.dtype) if wanted and of is not None else None
         for t, of, wanted in zip(found, (x, gate), wants, strict=True)
