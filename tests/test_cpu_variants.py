@@ -26,7 +26,7 @@ def test_every_build_keeps_the_budgets(variant: str) -> None:
     skip_unless_cpu_runs(variant)
     code = """
     import sys
-    from kernel_fusion.cli import app
+    from kernel_fusion.cli.app import app
     from kernel_fusion.operators import loader
     assert loader.cpu_variant() == sys.argv[1], loader.cpu_variant()
     app(["verify", "--quick", "--device", "cpu"])

@@ -252,6 +252,7 @@ _SHARDED = """
     import sys, torch, torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
     import kernel_fusion as kf
+    from kernel_fusion.patching.swap import plan_of
     sys.path.insert(0, sys.argv[1])
     import model_classes
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -277,7 +278,7 @@ _SHARDED = """
     actual = gradients()
     for name in expected:
         torch.testing.assert_close(actual[name], expected[name], rtol=1e-4, atol=1e-6)
-    print("same", type(model.model.layers[0].post_attention_layernorm)._kf_plan)
+    print("same", plan_of(model.model.layers[0].post_attention_layernorm))
     dist.destroy_process_group()
 """
 
