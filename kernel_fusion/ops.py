@@ -16,6 +16,7 @@ from kernel_fusion.functional import (
     add_act,
     attention_scores,
     bias_act,
+    interop,
     layer_norm,
     mean_abs,
     mul_act,
@@ -194,3 +195,6 @@ def fused_attention_score(query: Tensor, key: Tensor, scale: float | None = None
         True
     """
     return attention_scores(query, key, scale)
+
+
+interop.keep_from_scripts(globals())

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from torch.utils import _pytree as pytree
 
+from kernel_fusion.functional import interop
 from kernel_fusion.functional.attention import attention_scores, softmax
 from kernel_fusion.functional.gated_norm import gated_layer_norm, gated_rms_norm
 from kernel_fusion.functional.modulated_norm import (
@@ -50,6 +51,8 @@ __all__ = [
     "softmax",
     "sum_squared",
 ]
+
+interop.keep_from_scripts(globals())
 
 # Named tuples are trees to PyTorch; with a name, programs that return one, or pass it between modules, can be saved.
 for _result in (NormOutput, Quantized):

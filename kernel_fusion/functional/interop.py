@@ -18,10 +18,26 @@ import torch.overrides
 import torch.utils.dlpack
 from torch import Tensor
 
+from kernel_fusion.errors import KernelFusionError
 from kernel_fusion.functional.results import Quantized
 
 # The modules in which a library's `from_dlpack` lies, where that is not the first name of the module of its arrays.
 _HOMES = {"jaxlib": "jax.dlpack", "jax": "jax.dlpack"}
+
+
+def refuse_script() -> None:
+    """Raise; `torch.jit.script` calls the `__prepare_scriptable__` of a function or module, which this is, first."""
+    raise KernelFusionError(
+        "torch.jit.script cannot compile kernel_fusion; use torch.compile to make a model faster, or torch.export to "
+        "save it as a program"
+    )
+
+
+def keep_from_scripts(namespace: dict[str, Any]) -> None:
+    """Have `torch.jit.script` refuse the public functions of a module of the package, given its `globals()`."""
+    for name, value in namespace.items():
+        if inspect.isfunction(value) and value.__module__.startswith(namespace["__name__"]) and name[0] != "_":
+            setattr(value, "__prepare_scriptable__", refuse_script)  # noqa: B010  # no attribute that mypy knows
 
 
 def is_tensor(value: object) -> bool:

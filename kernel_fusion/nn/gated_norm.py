@@ -1,5 +1,7 @@
 """The gated RMSNorm of Mamba-2 and gated delta nets, as models have it: `forward(input, gate)`."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch
@@ -65,13 +67,12 @@ class FusedGatedRMSNorm(Stages, nn.RMSNorm):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self._set_stages(True, weight_offset, None, None, out_dtype, rounding)
         checks.activation("FusedGatedRMSNorm", "gate_activation", gate_activation)
         if group_size is not None:
             checks.group_size("FusedGatedRMSNorm", (hidden_size,), group_size)
         self.gate_activation, self.gate_first, self.group_size = gate_activation, gate_first, group_size
-        super().__init__(hidden_size, eps, True, device, dtype)
-        self._keep_out_of_fast_paths()
+        extras = weight_offset, None, None, out_dtype, rounding
+        super().__init__(hidden_size, eps, True, device, dtype, extras=extras)
 
     def _stages(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _GATING} | super()._stages()

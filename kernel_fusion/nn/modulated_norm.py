@@ -1,5 +1,7 @@
 """The modulated LayerNorm of diffusion transformers: `forward(input, scale, shift)`."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch
@@ -54,9 +56,8 @@ class FusedModulatedLayerNorm(Stages, nn.LayerNorm):
         out_dtype: torch.dtype | None = None,
     ) -> None:
         shape = shape_of("FusedModulatedLayerNorm", normalized_shape, hidden_size)
-        self._set_stages(elementwise_affine, weight_offset, pre_activation, activation, out_dtype, "once")
-        super().__init__(shape, eps, elementwise_affine, bias, device, dtype)
-        self._keep_out_of_fast_paths()
+        extras = weight_offset, pre_activation, activation, out_dtype, "once"
+        super().__init__(shape, eps, elementwise_affine, bias, device, dtype, extras=extras)
 
     def forward(self, input: Tensor, scale: Tensor, shift: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """Normalise `input`, scale and shift it; under CUDA autocast the dtype is that of PyTorch's norm."""

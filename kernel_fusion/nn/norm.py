@@ -2,18 +2,16 @@
 
 So the constructor, the state dict, `extra_repr`, `isinstance` checks and initialisation are PyTorch's own; only
 `forward` is ours, and the keyword-only extras, which `stages.Stages` holds.
-
-TorchScript evaluates the annotations of a module's class, so here they are no text.
 """
+
+from __future__ import annotations
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.jit import is_scripting  # type: ignore[attr-defined]  # documented, but not in its `__all__`
 
 from kernel_fusion.functional import NormOutput, add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from kernel_fusion.nn import script
 from kernel_fusion.nn.stages import AddStages, Shape, Stages, shape_of
 
 
@@ -64,28 +62,13 @@ class FusedLayerNorm(Stages, nn.LayerNorm):
         out_dtype: torch.dtype | None = None,
         rounding: str = "once",
     ) -> None:
-        self._set_stages(elementwise_affine, weight_offset, pre_activation, activation, out_dtype, rounding)
         shape = shape_of("FusedLayerNorm", normalized_shape, hidden_size)
-        super().__init__(shape, eps, elementwise_affine, bias, device, dtype)
-        self._keep_out_of_fast_paths()
+        extras = weight_offset, pre_activation, activation, out_dtype, rounding
+        super().__init__(shape, eps, elementwise_affine, bias, device, dtype, extras=extras)
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input`; under CUDA autocast the result is float32, as with `torch.nn.LayerNorm`."""
-        if is_scripting():
-            extras = self.weight_offset, self.out_dtype, self.pre_activation, self.activation, self.rounding
-            return script.norm(input, self.normalized_shape, self.weight, self.bias, self.eps, False, extras)
-        return layer_norm(
-            input,
-            self.normalized_shape,
-            self.weight,
-            self.bias,
-            self.eps,
-            pre_activation=self.pre_activation,
-            activation=self.activation,
-            weight_offset=self.weight_offset,
-            out_dtype=self.out_dtype,
-            rounding=self.rounding,
-        )
+        return self._norm(layer_norm, input, bias=self.bias)
 
 
 class FusedRMSNorm(Stages, nn.RMSNorm):
@@ -127,27 +110,13 @@ class FusedRMSNorm(Stages, nn.RMSNorm):
         out_dtype: torch.dtype | None = None,
         rounding: str = "once",
     ) -> None:
-        self._set_stages(elementwise_affine, weight_offset, pre_activation, activation, out_dtype, rounding)
         shape = shape_of("FusedRMSNorm", normalized_shape, hidden_size)
-        super().__init__(shape, eps, elementwise_affine, device, dtype)
-        self._keep_out_of_fast_paths()
+        extras = weight_offset, pre_activation, activation, out_dtype, rounding
+        super().__init__(shape, eps, elementwise_affine, device, dtype, extras=extras)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise `x`; under CUDA autocast the dtype is that of PyTorch's norm."""
-        if is_scripting():
-            extras = self.weight_offset, self.out_dtype, self.pre_activation, self.activation, self.rounding
-            return script.norm(x, self.normalized_shape, self.weight, None, self.eps, True, extras)
-        return rms_norm(
-            x,
-            self.normalized_shape,
-            self.weight,
-            self.eps,
-            pre_activation=self.pre_activation,
-            activation=self.activation,
-            weight_offset=self.weight_offset,
-            out_dtype=self.out_dtype,
-            rounding=self.rounding,
-        )
+        return self._norm(rms_norm, x)
 
 
 class FusedAddLayerNorm(AddStages, nn.LayerNorm):
@@ -202,35 +171,13 @@ class FusedAddLayerNorm(AddStages, nn.LayerNorm):
         rounding: str = "once",
     ) -> None:
         self._set_dropout(dropout)
-        self._set_stages(elementwise_affine, weight_offset, pre_activation, activation, out_dtype, rounding)
         shape = shape_of("FusedAddLayerNorm", normalized_shape, hidden_size)
-        super().__init__(shape, eps, elementwise_affine, bias, device, dtype)
-        self._keep_out_of_fast_paths()
+        extras = weight_offset, pre_activation, activation, out_dtype, rounding
+        super().__init__(shape, eps, elementwise_affine, bias, device, dtype, extras=extras)
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> NormOutput:  # type: ignore[override]
         """Add `input`, after pre-activation and dropout, to `residual` if there is one, and normalise the sum."""
-        if is_scripting():
-            extras = self.weight_offset, self.out_dtype, self.pre_activation, self.activation, self.rounding
-            affine = self.weight, self.bias
-            p = self.dropout if self.training else 0.0
-            r = torch.full_like(input, -0.0) if residual is None else residual  # which changes no bit of the sum
-            y, h = script.staged_norm(input, r, self.normalized_shape, affine, self.eps, False, extras, p)
-            return NormOutput(y, h)
-        return add_layer_norm(
-            input,
-            self._stream(input, residual),
-            self.normalized_shape,
-            self.weight,
-            self.bias,
-            self.eps,
-            dropout_p=self.dropout,
-            training=self.training,
-            pre_activation=self.pre_activation,
-            activation=self.activation,
-            weight_offset=self.weight_offset,
-            out_dtype=self.out_dtype,
-            rounding=self.rounding,
-        )
+        return self._add_norm(add_layer_norm, input, residual, bias=self.bias)
 
 
 class FusedAddRMSNorm(AddStages, nn.RMSNorm):
@@ -271,31 +218,10 @@ class FusedAddRMSNorm(AddStages, nn.RMSNorm):
         rounding: str = "once",
     ) -> None:
         self._set_dropout(dropout)
-        self._set_stages(elementwise_affine, weight_offset, pre_activation, activation, out_dtype, rounding)
         shape = shape_of("FusedAddRMSNorm", normalized_shape, hidden_size)
-        super().__init__(shape, eps, elementwise_affine, device, dtype)
-        self._keep_out_of_fast_paths()
+        extras = weight_offset, pre_activation, activation, out_dtype, rounding
+        super().__init__(shape, eps, elementwise_affine, device, dtype, extras=extras)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> NormOutput:  # type: ignore[override]
         """Add `x`, after pre-activation and dropout, to `residual` if there is one, and normalise the sum."""
-        if is_scripting():
-            extras = self.weight_offset, self.out_dtype, self.pre_activation, self.activation, self.rounding
-            affine = self.weight, None
-            p = self.dropout if self.training else 0.0
-            r = torch.full_like(x, -0.0) if residual is None else residual  # which changes no bit of the sum
-            y, h = script.staged_norm(x, r, self.normalized_shape, affine, self.eps, True, extras, p)
-            return NormOutput(y, h)
-        return add_rms_norm(
-            x,
-            self._stream(x, residual),
-            self.normalized_shape,
-            self.weight,
-            self.eps,
-            dropout_p=self.dropout,
-            training=self.training,
-            pre_activation=self.pre_activation,
-            activation=self.activation,
-            weight_offset=self.weight_offset,
-            out_dtype=self.out_dtype,
-            rounding=self.rounding,
-        )
+        return self._add_norm(add_rms_norm, x, residual)

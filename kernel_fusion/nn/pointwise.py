@@ -1,5 +1,7 @@
 """A linear layer with its activation, and what may follow one: bias, activation and dropout, a gated activation."""
 
+from __future__ import annotations
+
 import warnings
 from typing import Any
 
@@ -10,9 +12,31 @@ from torch import Tensor, nn
 from kernel_fusion.backends.availability import is_dtensor
 from kernel_fusion.core import checks
 from kernel_fusion.functional import bias_act, gated_act
+from kernel_fusion.nn.stages import Fused
 
 
-class FusedBiasAct(nn.Module):
+class _Activated(Fused):
+    """The base of modules that end with a bias, which may be absent, an activation and dropout."""
+
+    bias: nn.Parameter | None
+    dropout: float = 0.0
+
+    def _set_up(self, activation: str | None, dropout: float, bias: bool, features: int, **factory: Any) -> None:
+        kind = type(self).__name__
+        checks.activation(kind, "activation", activation)
+        checks.dropout_p(kind, "dropout", dropout)
+        self.activation = activation
+        self.dropout = dropout
+        self.register_parameter("bias", nn.Parameter(torch.empty(features, **factory)) if bias else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the bias to 0."""
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class FusedBiasAct(_Activated):
     r"""Bias, activation and dropout, in one pass: put it after `nn.Linear(..., bias=False)`.
 
     .. math:: y = \mathrm{dropout}(\mathrm{activation}(x + b))
@@ -39,9 +63,6 @@ class FusedBiasAct(nn.Module):
         torch.Size([2, 8, 64])
     """
 
-    bias: nn.Parameter | None
-    dropout: float = 0.0
-
     def __init__(
         self,
         features: int,
@@ -53,19 +74,8 @@ class FusedBiasAct(nn.Module):
         bias: bool = True,
     ) -> None:
         super().__init__()
-        checks.activation("FusedBiasAct", "activation", activation)
-        checks.dropout_p("FusedBiasAct", "dropout", dropout)
         self.features = features
-        self.activation = activation
-        self.dropout = dropout
-        parameter = nn.Parameter(torch.empty(features, device=device, dtype=dtype)) if bias else None
-        self.register_parameter("bias", parameter)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Set the bias to 0."""
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        self._set_up(activation, dropout, bias, features, device=device, dtype=dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply bias, activation and, in training mode, dropout."""
@@ -73,12 +83,11 @@ class FusedBiasAct(nn.Module):
 
     def extra_repr(self) -> str:
         """The arguments of the constructor."""
-        dropout = f", dropout={self.dropout}" if self.dropout else ""
-        bias = ", bias=False" if self.bias is None else ""
-        return f"{self.features}, activation={self.activation!r}{dropout}{bias}"
+        text = self._repr(f"{self.features}, activation={self.activation!r}", options=["dropout"])
+        return text + (", bias=False" if self.bias is None else "")
 
 
-class FusedLinearAct(nn.Module):
+class FusedLinearAct(_Activated):
     r"""A linear layer and its activation: the product without bias, then bias, activation and dropout in one pass.
 
     .. math:: y = \mathrm{dropout}(\mathrm{activation}(x W^T + b))
@@ -112,8 +121,6 @@ class FusedLinearAct(nn.Module):
         True
     """
 
-    bias: nn.Parameter | None
-
     def __init__(
         self,
         in_features: int,
@@ -126,16 +133,10 @@ class FusedLinearAct(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        checks.activation("FusedLinearAct", "activation", activation)
-        checks.dropout_p("FusedLinearAct", "dropout", dropout)
         self.in_features = in_features
         self.out_features = out_features
-        self.activation = activation
-        self.dropout = dropout
         self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
-        parameter = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
-        self.register_parameter("bias", parameter)
-        self.reset_parameters()
+        self._set_up(activation, dropout, bias, out_features, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
         """Initialise as `torch.nn.Linear` does."""
@@ -151,12 +152,11 @@ class FusedLinearAct(nn.Module):
 
     def extra_repr(self) -> str:
         """The arguments of the constructor."""
-        dropout = f", dropout={self.dropout}" if self.dropout else ""
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        return f"{sizes}, activation={self.activation!r}{dropout}"
+        return self._repr(sizes, f"activation={self.activation!r}", options=["dropout"])
 
 
-class FusedGatedAct(nn.Module):
+class FusedGatedAct(Fused):
     r"""A gated activation, in one pass: SwiGLU with "silu", GeGLU with "gelu", ReGLU with "relu".
 
     .. math:: y = \mathrm{activation}(\mathrm{gate}) \cdot \mathrm{value}
@@ -202,8 +202,7 @@ class FusedGatedAct(nn.Module):
 
     def extra_repr(self) -> str:
         """The arguments of the constructor."""
-        features = "" if self.features is None else f", features={self.features}"
-        return f"activation={self.activation!r}, dim={self.dim}{features}"
+        return self._repr(f"activation={self.activation!r}, dim={self.dim}", options=["features"])
 
 
 def _halves(input: Tensor, dim: int, features: int | None) -> tuple[Tensor, ...]:

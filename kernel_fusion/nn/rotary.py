@@ -1,5 +1,7 @@
 """The norm and rotary embedding of query and key, as a module."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch
@@ -7,12 +9,12 @@ from torch import Tensor, nn
 
 from kernel_fusion.core import checks
 from kernel_fusion.functional import qk_norm_rope
+from kernel_fusion.nn.stages import Fused
 
-# The verb's options, with their defaults.
-_OPTIONS: dict[str, Any] = {"interleaved": False, "unsqueeze_dim": 1, "weight_offset": 0.0, "rounding": "once"}
+_OPTIONS = ("interleaved", "unsqueeze_dim", "weight_offset", "rounding")
 
 
-class FusedQKNormRope(nn.Module):
+class FusedQKNormRope(Fused):
     r"""RMSNorm of each head of query and key, then the rotary embedding, of both in one pass.
 
     .. math:: \mathrm{rope}\left(\frac{x}{\sqrt{\mathrm{E}[x^2] + \epsilon}} \cdot (\mathrm{offset} + w)\right)
@@ -40,6 +42,11 @@ class FusedQKNormRope(nn.Module):
         >>> q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 1, 5, 8)  # four heads of queries, one of keys
         >>> q, k = kf.FusedQKNormRope(8)(q, k, angles.cos(), angles.sin())
     """
+
+    interleaved: bool = False
+    unsqueeze_dim: int = 1
+    weight_offset: float = 0.0
+    rounding: str = "once"
 
     def __init__(
         self,
@@ -77,6 +84,4 @@ class FusedQKNormRope(nn.Module):
 
     def extra_repr(self) -> str:
         """The arguments of the constructor."""
-        options = {name: getattr(self, name) for name in _OPTIONS}
-        shown = [f"{name}={value!r}" for name, value in options.items() if value != _OPTIONS[name]]
-        return ", ".join([f"{self.head_dim}, eps={self.eps}", *shown])
+        return self._repr(f"{self.head_dim}, eps={self.eps}", options=_OPTIONS)

@@ -1,11 +1,14 @@
 """Softmax as a module."""
 
-from torch import Tensor, nn
+from __future__ import annotations
+
+from torch import Tensor
 
 from kernel_fusion.functional import softmax
+from kernel_fusion.nn.stages import Fused
 
 
-class FusedSoftmax(nn.Module):
+class FusedSoftmax(Fused):
     r"""Softmax of a scaled and masked input, in one pass.
 
     .. math:: y = \mathrm{softmax}(\mathrm{scale} \cdot x + \mathrm{mask})
@@ -34,9 +37,7 @@ class FusedSoftmax(nn.Module):
 
     def __init__(self, dim: int = -1, scale: float = 1.0, causal: bool = False) -> None:
         super().__init__()
-        self.dim = dim
-        self.scale = scale
-        self.causal = causal
+        self.dim, self.scale, self.causal = dim, scale, causal
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
         """The softmax of `input` under `mask`."""
@@ -44,5 +45,4 @@ class FusedSoftmax(nn.Module):
 
     def extra_repr(self) -> str:
         """The arguments of the constructor."""
-        scale = f", scale={self.scale}" if self.scale != 1.0 else ""
-        return f"dim={self.dim}{scale}" + (", causal=True" if self.causal else "")
+        return self._repr(f"dim={self.dim}", options=("scale", "causal"))

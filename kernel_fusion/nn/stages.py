@@ -1,19 +1,31 @@
-"""The keyword-only extras of the norm modules.
+"""What the modules have in common, and the keyword-only extras of the norms."""
 
-TorchScript evaluates the annotations of a module's class, so here they are no text.
-"""
+from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from kernel_fusion.backends.availability import is_dtensor
 from kernel_fusion.core import checks
+from kernel_fusion.functional.interop import refuse_script
 
 Shape = int | Sequence[int] | torch.Size
+_Result = TypeVar("_Result")
+
+
+class Fused(nn.Module):
+    """The base of all modules here."""
+
+    __prepare_scriptable__ = staticmethod(refuse_script)
+
+    def _repr(self, *always: str, options: Sequence[str] = ()) -> str:
+        """The text of `extra_repr`: what is always shown, and those options that differ from the class's defaults."""
+        values = {name: getattr(self, name) for name in options}
+        return ", ".join([*always, *(f"{k}={v!r}" for k, v in values.items() if v != getattr(type(self), k))])
 
 
 class _CountedHooks(OrderedDict[int, Callable[..., Any]]):
@@ -40,47 +52,54 @@ def keep_out_of_fast_paths(module: nn.Module) -> None:
         module._forward_pre_hooks = _CountedHooks(module._forward_pre_hooks)
 
 
-class Stages(nn.Module):
+class Stages(Fused):
     """The keyword-only extras of the norms: their checks, how they start, how they print.
 
     The defaults are those of the class, so a module that became one of ours by `__class__`, or was saved before an
     extra existed, has them too.
     """
 
-    if TYPE_CHECKING:  # TorchScript has no such types
+    if TYPE_CHECKING:
         weight: nn.Parameter
-        normalized_shape: Any  # a tuple of integers, which TorchScript takes for a list
+        eps: Any
+        normalized_shape: tuple[int, ...]
     weight_offset: float = 0.0
     pre_activation: str | None = None
     activation: str | None = None
     out_dtype: torch.dtype | None = None
     rounding: str = "once"
-    __constants__ = nn.LayerNorm.__constants__ + [  # noqa: RUF005  # whose type mypy reads
-        *("weight_offset", "pre_activation", "activation", "out_dtype", "rounding")
-    ]
 
-    def _set_stages(
-        self,
-        elementwise_affine: bool,
-        weight_offset: float,
-        pre_activation: str | None,
-        activation: str | None,
-        out_dtype: torch.dtype | None,
-        rounding: str,
-    ) -> None:
-        """Check and keep the extras; called before the parent's constructor, which initialises the weight by them."""
+    def __init__(self, shape: Shape, eps: float | None, affine: bool, *others: Any, extras: Sequence[Any]) -> None:
+        """Construct PyTorch's norm with the first arguments, which initialises the weight by the extras.
+
+        Args:
+            extras: weight_offset, pre_activation, activation, out_dtype and rounding.
+        """
         kind = type(self).__name__
-        if weight_offset and not elementwise_affine:
-            raise checks.refusal(kind, "weight_offset", "weight", f", got {weight_offset} without affine")
-        checks.activation(kind, "pre_activation", pre_activation)
-        checks.activation(kind, "activation", activation)
-        checks.of_kind(kind, "out_dtype", out_dtype, checks.DTYPE)
-        checks.rounding(kind, rounding)
-        self.weight_offset = weight_offset
-        self.pre_activation = pre_activation
-        self.activation = activation
-        self.out_dtype = out_dtype
-        self.rounding = rounding
+        self.weight_offset, self.pre_activation, self.activation, self.out_dtype, self.rounding = extras
+        if self.weight_offset and not affine:
+            raise checks.refusal(kind, "weight_offset", "weight", f", got {self.weight_offset} without affine")
+        checks.activation(kind, "pre_activation", self.pre_activation)
+        checks.activation(kind, "activation", self.activation)
+        checks.of_kind(kind, "out_dtype", self.out_dtype, checks.DTYPE)
+        checks.rounding(kind, self.rounding)
+        super().__init__(shape, eps, affine, *others)
+        self._keep_out_of_fast_paths()
+
+    def _norm(self, verb: Callable[..., _Result], *rows: Tensor, **others: Any) -> _Result:
+        """What a verb makes of these rows, with the parameters and extras of this module."""
+        return verb(
+            *rows,
+            self.normalized_shape,
+            weight=self.weight,
+            eps=self.eps,
+            pre_activation=self.pre_activation,
+            activation=self.activation,
+            weight_offset=self.weight_offset,
+            out_dtype=self.out_dtype,
+            rounding=self.rounding,
+            **others,
+        )
 
     def _stages(self) -> dict[str, Any]:
         """The extras by name; a false one is not set."""
@@ -118,11 +137,15 @@ class AddStages(Stages):
     """The same of the norms that add to a residual, which have dropout too."""
 
     dropout: float = 0.0
-    __constants__ = [*Stages.__constants__, "dropout"]  # noqa: RUF012  # as PyTorch's classes have it
 
     def _set_dropout(self, dropout: float) -> None:
         checks.dropout_p(type(self).__name__, "dropout", dropout)
         self.dropout = dropout
+
+    def _add_norm(self, verb: Callable[..., _Result], input: Tensor, residual: Tensor | None, **others: Any) -> _Result:
+        """The norm of the sum; where a stream begins, of a sum with a residual of zeros."""
+        options = {"dropout_p": self.dropout, "training": self.training}
+        return self._norm(verb, input, self._stream(input, residual), **options, **others)
 
     def _stages(self) -> dict[str, Any]:
         return {"dropout": self.dropout} | super()._stages()
