@@ -17,6 +17,7 @@ from typing import Any
 import table_combinations as combinations
 import table_operations as operations
 import table_published as published
+from table_bits import other_orders
 from table_faults import planted
 from table_parts import H200, RESULTS, ROOT, Cell, best_peer, cells_of, digits, over_floor, sources, table
 from table_plans import PLANNED_LENGTHS, plans
@@ -294,6 +295,7 @@ TABLES: dict[tuple[str, str], Callable[[], Iterator[str]]] = {  # by page and na
     **{("docs/combinations.md", name): getattr(combinations, name) for name in ("options", "conditions", "backends")},
     **{(f"docs/{page}.md", name): partial(operations.newest, name) for name, (page, _) in operations.NEWEST.items()},
     ("docs/faults.md", "faults"): planted,
+    ("docs/bits.md", "other orders"): other_orders,
     ("docs/results.md", "results"): kept,
     **{("docs/plans.md", f"plans {direction}"): partial(plans, direction) for direction in PLANNED_LENGTHS},
     **{

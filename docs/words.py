@@ -28,6 +28,8 @@ REFERENCE = {
     "faults.md",
     "measured.md",
     "models_checked.md",
+    "plans.md",
+    "promises.md",
     "results.md",
 }
 FOR_TOOLS = re.compile(r"(?:#|//) *(?:type: ignore|noqa|fmt:|pragma:|namespace)[^#\n]*")  # no words

@@ -138,15 +138,16 @@ void finish_row(const Forward& c, const ForwardStages& s, int64_t row, const T* 
   });
 }
 
-// Computes the statistics of several rows, whose h have type T, then their results.
+// Computes the statistics of several rows, whose h have type T, then their results. The statistics read h in the order in
+// which a norm without stages reads it, so the norm of h alone has the same bits.
 template <class A, class T>
 void finish_rows(const Forward& c, const ForwardStages& s, int64_t first, int64_t count, const Source<A>* h,
                  RowResults& results) {
-  const T* rows[kMostRows];
+  const Alike<T>* rows[kMostRows];
   A mean[kMostRows], rstd[kMostRows];
-  for (int64_t r = 0; r < count; ++r) rows[r] = static_cast<const T*>(h[r].data);
+  for (int64_t r = 0; r < count; ++r) rows[r] = static_cast<const Alike<T>*>(h[r].data);
   statistics(c, rows, first, count, mean, rstd);
-  for (int64_t r = 0; r < count; ++r) finish_row(c, s, first + r, rows[r], mean[r], rstd[r], results);
+  for (int64_t r = 0; r < count; ++r) finish_row(c, s, first + r, static_cast<const T*>(h[r].data), mean[r], rstd[r], results);
 }
 
 template <class A> void forward_staged_rows(const Forward& c, const ForwardStages& s, int64_t begin, int64_t end) {
