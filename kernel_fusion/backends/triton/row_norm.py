@@ -135,10 +135,10 @@ def _takes(
     return shapes and types and input.numel() > 0 and 0.0 <= stages.dropout_p <= 1.0
 
 
-def _are_statistics(stats: Tensor, h: Tensor, num_dims: int, rms: bool) -> bool:
+def _are_statistics(stats: Tensor, h: Tensor, num_dims: int, each: int) -> bool:
     rows = prod(h.shape[: h.dim() - num_dims])
     known = stats.dtype == compute_dtype(h.dtype) and stats.is_contiguous()
-    return known and checks.shaped((1 if rms else 2, rows), stats)
+    return known and checks.shaped((each, rows), stats)
 
 
 @operator("row_norm_fwd")
@@ -221,12 +221,12 @@ class Backward(NamedTuple):
         """One by one."""
         return *self[:-1], *self.stages
 
-    def require(self, operator: str, wants: Sequence[bool], *dtypes: torch.dtype | None) -> None:
-        """Raise unless the kernels take it, and can write gradients of these dtypes."""
+    def require(self, operator: str, wants: Sequence[bool], *dtypes: torch.dtype | None, shifted: bool = False) -> None:
+        """Raise unless the kernels take it, and can write gradients of these dtypes. `shifted`: as of the kernels."""
         s, h = self.stages, self.h
         takes = _takes(self, h, [self.dy, self.dh, self.x], self.stored)
         takes = takes and {*dtypes} <= {None, *checks.FLOATING} and len(wants) == 5
-        takes = takes and _are_statistics(self.stats, h, self.num_dims, self.rms)
+        takes = takes and _are_statistics(self.stats, h, self.num_dims, (1 if self.rms else 2) + shifted)
         takes = takes and (s.residual_gate is None or self.x is not None)
         tensors = [self.dy, self.dh, h, self.x, self.stats, self.weight, self.bias]
         require(operator, [*tensors, *(getattr(s, name) for name in TENSORS)], takes)

@@ -80,6 +80,7 @@ class RowNorm(Constants, Stages):
     Attributes:
         has_weight, ...: whether there is one.
         part: whether other ranks have other columns, and rows' sums are wanted; joined: these are given, of all ranks.
+        shifted: whether a number of each row, near its mean, is subtracted from h before anything else.
     """
 
     rms: bool
@@ -94,6 +95,7 @@ class RowNorm(Constants, Stages):
     has_residual: bool = False
     part: bool = False
     joined: bool = False
+    shifted: bool = False
 
     @property
     def first_factor(self) -> bool:

@@ -26,6 +26,7 @@ from kernel_fusion.backends.triton.kernels.row_norm_tiles import (
     factor,
     normalised,
     rows_at,
+    shift_of,
     store_statistics,
     weight_and_bias,
 )
@@ -183,7 +184,7 @@ def _whole_rows(pointers, parameters, results, rows, row_mask, start, col, num_c
         offsets = (x_row + at, other_row + at)
         position = y_row + i * C.block + start
         h = normalised(pointers, offsets, at, position, (mask, col_mask), C, C.block // C.slices, False)
-        if C.pre_activation != "identity" and not C.exact:
+        if (C.pre_activation != "identity" or C.shifted) and not C.exact:
             h = tl.where(mask, h, 0.0)  # as it was read
         hs = hs + (h,)
         if C.early:
@@ -243,44 +244,43 @@ def _rows(pointers, parameters, results, number, here, lengths, strides, counts,
     written = (y_ptr, h_ptr, (codes_ptr, stats_ptr, all_rows, row))
     wait_for_previous_kernel(C.chained)
     let_next_kernel_start(C.chained and C.releases)
+    pointers = pointers + (shift_of(codes_ptr, row, row_mask, C),)
     if C.looped:
         mean, rstd = _long_rows(pointers, parameters, written, rows, row_mask, col, num_cols, count, each, C)
     else:
         mean, rstd = _whole_rows(pointers, parameters, written, rows, row_mask, start, col, num_cols, count, each, C)
     if C.part:
         # The variance replaces rstd. In float64, moments of float32 move to zero without loss of digits.
-        shift = mean.to(tl.float64)
+        wide_mean = mean.to(tl.float64)
         number_of = count.to(tl.float64)
-        if C.wide and not C.rms:
-            squares = rstd * number_of
-        else:
-            squares = (rstd.to(tl.float64) + shift * shift) * number_of
-            shift = shift * number_of
-        store_sums(stats_ptr, row, all_rows, num_cols, row_mask, (squares, shift), C)
+        squares = (rstd.to(tl.float64) + wide_mean * wide_mean) * number_of
+        store_sums(stats_ptr, row, all_rows, num_cols, row_mask, (squares, wide_mean * number_of), C)
     elif C.stats:
-        store_statistics(stats_ptr, row, all_rows, row_mask, (mean, rstd), C)
+        store_statistics(stats_ptr, row, all_rows, row_mask, (mean, rstd, mean), C)
 
 
 @triton.jit
 def _joined(pointers, parameters, results, number, here, lengths, strides, C: tl.constexpr):
     """y and the statistics of rows whose other columns are on other ranks, from sums over all of them.
 
-    The sums take the place of h in `results`. The last rows come first, because some are still in the L2 cache. Rows
-    are asked for before the sums are divided, which branches.
+    The sums take the place of h in `results`, the shifts that of codes. The last rows come first, because some are
+    still in the L2 cache. Rows are asked for before the sums are divided, which branches.
     """
     num_cols = lengths[1]
     group, all_rows, steps = here
-    y_ptr, sums_ptr, stats_ptr, _ = results
+    y_ptr, sums_ptr, stats_ptr, shift_ptr = results
     sample, start = part_of(number, num_cols, C)
     row, rows, row_mask = rows_at(sample, group, lengths, strides, steps, C)
     h_row, other_row, y_row = rows
     at = start + tl.arange(0, C.block)[None, :]
     col_mask = within(at, num_cols, C.exact)
     mask = row_mask & col_mask
+    shift = shift_of(shift_ptr, row, row_mask, C)
+    pointers = pointers + (shift,)
     h = normalised(pointers, (h_row + at, other_row + at), at, y_row + start, (mask, col_mask), C, C.block, True)
     vectors = weight_and_bias(parameters, at, col_mask, C)
     variance, mean = means_over_ranks(sums_ptr, row, all_rows, row_mask, C)
-    if not C.rms and not C.wide:
+    if not C.rms:
         variance -= mean * mean
         variance = tl.where(variance < 0.0, 0.0, variance)
     mean = mean.to(C.acc)
@@ -291,7 +291,7 @@ def _joined(pointers, parameters, results, number, here, lengths, strides, C: tl
         y = y * factor(load(pointers[1], other_row + at, mask, C.wide, True), C)
     store(y_ptr, y_row + at, y, mask, LAST=True)
     if not C.looped or start == 0:
-        store_statistics(stats_ptr, row, all_rows, row_mask, (mean, rstd), C)
+        store_statistics(stats_ptr, row, all_rows, row_mask, (mean, rstd, shift), C)
 
 
 @kernel()
@@ -327,9 +327,8 @@ def row_norm_fwd(
     """y, h where there is a residual, and the statistics if C.stats.
 
     `num_rows` is that of samples, each of which has a row in every group. C.part: h, and instead of statistics the sums
-    of squares and of values, or for LayerNorm of float64 of squared deviations, and the mean. C.joined: these of all
-    ranks take the place of h, and y comes of them. C.codes: codes of y, and instead of statistics their scales,
-    which may be given.
+    of squares and of values. C.joined: these of all ranks take the place of h, and y comes of them. C.shifted: the
+    shifts take the place of codes. C.codes: codes of y, and instead of statistics their scales, which may be given.
     """
     num_cols = col_units * C.unit
     # Divided before anything is waited for; the compiler would move an approximate division between the sums.

@@ -38,8 +38,8 @@ def before_gate(x_ptr, seed_ptr, offset, position, mask, C: tl.constexpr, BLOCK:
 
 @triton.jit
 def normalised(pointers, offsets, at, position, masks, C: tl.constexpr, BLOCK: tl.constexpr, LAST: tl.constexpr):
-    """h of a tile, BLOCK columns wide, of x and the other row: `pointers`, the seed's the third."""
-    x_ptr, other_ptr, seed_ptr, gate_ptr = pointers
+    """h of a tile, BLOCK columns wide, of x and the other row: `pointers`, the seed's the third, and last the shift."""
+    x_ptr, other_ptr, seed_ptr, gate_ptr, shift = pointers
     mask, col_mask = masks
     h = before_gate(x_ptr, seed_ptr, offsets[0], position, mask, C, BLOCK, LAST)
     if C.has_residual:
@@ -49,6 +49,8 @@ def normalised(pointers, offsets, at, position, masks, C: tl.constexpr, BLOCK: t
         h = h.to(other_ptr.dtype.element_ty).to(C.acc)
     if C.first_factor:
         h = h * factor(load(other_ptr, offsets[1], mask, C.wide, LAST), C)
+    if C.shifted:
+        h = h - shift
     return h
 
 
@@ -85,18 +87,20 @@ def affine(n, parameters, C: tl.constexpr, ROW: tl.constexpr):
 
 @triton.jit
 def store_statistics(ptr, row, num_rows, row_mask, statistics, C: tl.constexpr):
-    """Mean and rstd of rows, one after the other; for RMSNorm rstd alone."""
-    mean, rstd = statistics
+    """Mean, rstd and the shift, if there is one, of rows, one after the other; for RMSNorm rstd alone."""
+    mean, rstd, shift = statistics
     if C.rms:
         store(ptr, row, rstd, row_mask)
     else:
         store(ptr, row, mean, row_mask)
         store(ptr, num_rows + row, rstd, row_mask)
+        if C.shifted:
+            store(ptr, 2 * num_rows + row, shift, row_mask)
 
 
 @triton.jit
 def statistics_of(stats_ptr, row, num_stats, row_mask, C: tl.constexpr):
-    """Mean and rstd.
+    """Mean, rstd and the shift of h.
 
     Not in `rows_at`: Inductor takes what a function reads for written if a result leads to a store.
     """
@@ -106,7 +110,15 @@ def statistics_of(stats_ptr, row, num_stats, row_mask, C: tl.constexpr):
     else:
         mean = load(stats_ptr, row, row_mask, C.wide)
         rstd = load(stats_ptr, num_stats + row, row_mask, C.wide)
-    return mean, rstd
+    return mean, rstd, shift_of(stats_ptr, 2 * num_stats + row, row_mask, C)
+
+
+@triton.jit
+def shift_of(ptr, offset, row_mask, C: tl.constexpr):
+    """What is subtracted from h; zeros unless C.shifted."""
+    if C.shifted:
+        return load(ptr, offset, row_mask, C.wide)
+    return tl.zeros(row_mask.shape, C.acc)
 
 
 @triton.jit
@@ -130,14 +142,14 @@ def gradient(pointers, rows, start, at, statistics, mask, col_mask, C: tl.conste
     """
     dy_ptr, h_ptr, other_ptr, _, weight_ptr, bias_ptr, _, seed_ptr, _, _, _ = pointers
     dy_row, h_row, other_row, out_row = rows
-    mean, rstd = statistics
+    mean, rstd, shift = statistics
     dy_offset = dy_row + at
     h_offset = h_row + at
     position = out_row + start
     if C.stored:
         h = load(h_ptr, h_offset, mask, C.wide, LAST)
     else:
-        of_forward = (h_ptr, other_ptr, seed_ptr, weight_ptr)  # without a residual there is no gate
+        of_forward = (h_ptr, other_ptr, seed_ptr, weight_ptr, shift)  # without a residual there is no gate
         h = normalised(of_forward, (h_offset, other_row + at), at, position, (mask, col_mask), C, C.block, LAST)
     n = (h - mean) * rstd
     g = load(dy_ptr, dy_offset, mask, C.wide, LAST)
