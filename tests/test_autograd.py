@@ -318,6 +318,41 @@ def test_changed_input_is_noticed(operation: Verb, target: Target) -> None:
             sum(one.sum() for one in results(y)).backward()
 
 
+# Calls of tensors a, b and c where the gradients do not depend on the values of c.
+UNREAD: dict[str, Callable[..., Any]] = {
+    "bias": lambda a, b, c, backend: kf.layer_norm(a, 8, b[0], c[0], backend=backend),
+    "shift": lambda a, b, c, backend: kf.modulated_layer_norm(a, 8, b[:, None], c[:, None], backend=backend),
+    "value": lambda a, b, c, backend: kf.gated_act(b.detach(), c, "silu", backend=backend),
+    "input of a sum": lambda a, b, c, backend: sum(
+        kf.add_modulated_rms_norm(c[:, None], a, 8, b[:, None], gate=b.detach()[:, None], backend=backend)
+    ),
+    "gate of a sum": lambda a, b, c, backend: sum(
+        kf.add_modulated_rms_norm(b.detach()[:, None], a, 8, b[:, None], gate=c[:, None], backend=backend)
+    ),
+}
+
+
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("name", UNREAD)
+def test_what_backward_does_not_read_may_be_changed(name: str, twice: bool, target: Target) -> None:
+    """A tensor that no gradient depends on may be written to before backward, and before a differentiated one."""
+    results = []
+    for writes in (False, True):
+        torch.manual_seed(0)
+        leaves = [torch.randn(3, 1, 8, device=target.device, requires_grad=True) for _ in range(3)]
+        a, b, c = leaves[0], *(leaf[:, 0] * 1 for leaf in leaves[1:])
+        y = UNREAD[name](a, b, c, target.backend)
+        if writes:
+            c.detach().mul_(-7)
+        dy = y.detach() ** 2 * leaves[0].sum()
+        grads = torch.autograd.grad(y, leaves, dy, create_graph=twice, allow_unused=True)
+        if twice:
+            grads = torch.autograd.grad(sum((g**2).sum() for g in grads if g is not None), leaves, allow_unused=True)
+        results.append([None if g is None else g.detach() for g in grads])
+    assert sum(g is not None for g in results[0]) > 0
+    torch.testing.assert_close(*results)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", [None, *kf.ACTIVATIONS])
 def test_a_result_may_be_changed_where_pytorch_lets_it(name: str | None, dtype: torch.dtype, target: Target) -> None:

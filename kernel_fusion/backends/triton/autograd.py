@@ -38,6 +38,14 @@ def needs_definition(values: Sequence[Tensor | None], others: Sequence[Tensor | 
     )
 
 
+def unread(t: Tensor | None) -> Tensor | None:
+    """What a function saves of a tensor whose shape and dtype backward needs, but not its values.
+
+    The tensor may be written to meanwhile.
+    """
+    return None if t is None else t.data.requires_grad_(t.requires_grad)
+
+
 def requires_grad(*tensors: Tensor | None) -> bool:
     """Whether a graph is being recorded through these tensors."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

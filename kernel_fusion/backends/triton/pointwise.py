@@ -99,7 +99,7 @@ class _Walk:
             size, numbers = self.rows.in_units(self.cols)
             count = self.rows.count
             constants |= {"simple": self.rows.simple, "unit": size}
-        layout = plan.pointwise(None if self.rows is None else self.cols)
+        layout = plan.chain(None if self.rows is None else self.cols)
         grid = (-(-self.cols // layout.block) * -(-count // layout.rows),)
         args = dy, self.a, self.b, seed, *results, *numbers, *self.steps
         launch(kernels.pointwise, grid, *args, constants=Constants.of(layout, **constants), warps=layout.warps)
@@ -190,7 +190,8 @@ class Pointwise(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> Tensor:
         """y."""
         a, b, *rest, seed = args
-        ctx.save_for_backward(a, b, seed)
+        reads_b = rest[0] != "gate" or ctx.needs_input_grad[0]  # the value's gradient does not depend on the value
+        ctx.save_for_backward(a, b if reads_b else autograd.unread(b), seed)
         ctx.call = tuple(rest)
         return torch.ops.kernel_fusion.triton_pointwise_fwd(*args, None)  # type: ignore[no-any-return]
 

@@ -29,7 +29,9 @@ class Sum(torch.autograd.Function):
         """h."""
         activation, dropout_p, seed = others
         needs_x = activation != IDENTITY or gate is not None
-        ctx.save_for_backward(x if needs_x else None, gate, seed)
+        wants_x, wants_gate = ctx.needs_input_grad[1], ctx.needs_input_grad[3]
+        kept = x if activation != IDENTITY or wants_gate else autograd.unread(x)
+        ctx.save_for_backward(kept if needs_x else None, gate if wants_x else autograd.unread(gate), seed)
         ctx.activation, ctx.dropout_p, ctx.dtype = activation, dropout_p, x.dtype
         return h.detach()
 
@@ -107,7 +109,9 @@ Launch = Callable[[torch.dtype | None, list[bool], Backward], tuple[Tensor, ...]
 
 def keep(ctx: Any, c: NormCall, stats: Tensor) -> None:
     """The arguments and results of forward that backward needs."""
-    ctx.save_for_backward(stats, c.input, c.weight, c.bias, *(getattr(c.stages, name) for name in TENSORS))
+    reads_bias = c.stages.activation != IDENTITY or row_at(c.stages) is not None
+    bias = c.bias if reads_bias else autograd.unread(c.bias)
+    ctx.save_for_backward(stats, c.input, c.weight, bias, *(getattr(c.stages, name) for name in TENSORS))
     nothing: Any = dict.fromkeys(("input", "weight", "bias"))
     ctx.call = c._replace(**nothing, stages=c.stages._replace(**dict.fromkeys(TENSORS)))
     at = row_at(c.stages)

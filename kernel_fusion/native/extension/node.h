@@ -83,6 +83,11 @@ struct TensorRef {
 };
 using TensorRefs = c10::ArrayRef<TensorRef>;
 
+// What a node saves of a tensor whose shape and dtype backward needs, but not its values: it may be written to meanwhile.
+inline OptionalTensor unread(const OptionalTensor& t) {
+  return present(t) ? OptionalTensor(t->variable_data().set_requires_grad(t->requires_grad())) : std::nullopt;
+}
+
 // Makes a node the history of `results`, and saves the tensors `saved`, which may include results.
 void set_history(std::unique_ptr<SavingNode> node, TensorRefs inputs, TensorRefs results, TensorRefs saved);
 

@@ -171,7 +171,8 @@ Tensor pointwise_autograd(c10::DispatchKeySet keys, const PointwiseCall& call) {
   Tensor bits, y = below_autograd(keys, call, kept == Kept::kBits ? &bits : nullptr);
   auto node = std::make_unique<PointwiseBackward>(call, kept, y);
   const Tensor& first = kept == Kept::kResult ? y : kept == Kept::kBits ? bits : call.a;
-  const OptionalTensor& second = kept != Kept::kOperands && node->shared ? kAbsent : call.b;
+  const bool reads_b = call.combine != "gate" || has_gradient(call.a);  // the value's gradient does not depend on the value
+  const OptionalTensor second = kept != Kept::kOperands && node->shared ? std::nullopt : reads_b ? call.b : unread(call.b);
   set_history(std::move(node), {call.a, call.b}, {y}, {first, second, call.seed});
   return y;
 }

@@ -45,8 +45,8 @@ struct UnpackedStages : StageTensors {
 
 // Backward of y, and of h if that depends on something that requires a gradient.
 struct RowNormBackward : SavingNode {
-  // kInput: the normalised tensor: h with a residual, else x. kBias is for its dtype, an activation's argument, a gate's
-  // gradient, groups and double backward; keeping a parameter costs no memory. kX only with both a residual and a
+  // kInput: the normalised tensor: h with a residual, else x. kBias is for its dtype, groups and double backward, and read for
+  // an activation's argument and a gate's gradient; keeping a parameter costs no memory. kX only with both a residual and a
   // pre-activation or a gate.
   enum { kInput, kWeight, kBias, kStats, kX, kStages };
   const Norm norm;
@@ -78,18 +78,9 @@ struct RowNormBackward : SavingNode {
   variable_list gradients(variable_list&& grads) override {
     const OptionalTensor dh = grads.size() > 1 ? optional(std::move(grads[1])) : std::nullopt;
     if (!grads[0].defined() && !dh) return no_gradients();
-    if (!grads[0].defined() && only_adds()) return of_sum(*dh);
     std::array<bool, 5> wanted;  // without dy, weight and bias have no gradient, not one of zeros
     for (size_t i = 0; i < wanted.size(); ++i) wanted[i] = wants(i) && (grads[0].defined() || (i != 1 && i != 2));
     return gradients(grads[0], dh, wanted);
-  }
-
-  // The gradients of x and the residual from that of their sum, as PyTorch passes them on: no kernel has anything to compute.
-  variable_list of_sum(const Tensor& dh) const {
-    variable_list list = no_gradients();
-    if (wants(0)) list[0] = dh.to(x_dtype);
-    if (wants(3)) list[3] = dh;
-    return list;
   }
 
   // As the residual is a term of h, its gradient is that of h.
@@ -194,8 +185,13 @@ struct RowNormBackward : SavingNode {
 void make_history(const ForwardCall& call, const Tensor& y, const Tensor& stats, const Tensor& h) {
   auto node = std::make_unique<RowNormBackward>(call);
   const Tensor& input = h.defined() ? h : call.input;
-  c10::SmallVector<TensorRef, 8> saved{input, call.weight, call.bias, stats, node->needs_x() ? TensorRef(call.input) : kAbsent};
-  for (const auto* each : call.all) saved.push_back(*each);
+  const bool reads_bias = call.activation || present(call.row());
+  const bool reads_x = call.pre_activation || has_gradient(call.residual_gate()), reads_gate = has_gradient(call.input);
+  const OptionalTensor x = node->needs_x() ? OptionalTensor(reads_x ? call.input : unread(call.input)) : std::nullopt;
+  const OptionalTensor bias = reads_bias ? call.bias : unread(call.bias);
+  const OptionalTensor gate = reads_gate ? call.residual_gate() : unread(call.residual_gate());
+  c10::SmallVector<TensorRef, 8> saved{input, call.weight, bias, stats, x};
+  for (const auto* each : call.all) saved.push_back(each == &call.residual_gate() ? gate : *each);
   const std::array<TensorRef, 5> inputs{call.input, call.weight, call.bias, call.other(), call.residual_gate()};
   if (h.defined() && compute_requires_grad(call.input, call.residual, call.residual_gate()))
     set_history_of_norm(std::move(node), inputs, y, h, saved);

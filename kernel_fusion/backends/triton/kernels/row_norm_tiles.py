@@ -1,8 +1,4 @@
-"""The steps with one tile that all passes of the norms share. row_norm_fwd.py and row_norm_bwd.py have the formulas.
-
-A tile has C.rows rows and C.block columns. Its *position* is the number of column 0 of the tile in each row, counted
-over the whole tensor, as dropout needs it. A *factor* is what a stage's row multiplies by: gate_activation(gate).
-"""
+"""The steps with a tile that all passes of the norms share. row_norm_fwd.py and row_norm_bwd.py have the formulas."""
 
 from __future__ import annotations
 
@@ -11,61 +7,54 @@ import triton.language as tl
 
 from kernel_fusion.backends.triton.kernels.activations import times_slope, value
 from kernel_fusion.backends.triton.kernels.dropout import kept
-from kernel_fusion.backends.triton.kernels.rows import load, plus_offset, row_of, row_offset, store
+from kernel_fusion.backends.triton.kernels.rows import load, row_of, row_offset, shifted, store
 
 
 @triton.jit
 def factor(row, C: tl.constexpr):
-    """The factor that a tile of a stage's row gives."""
+    """The factor for a tile of a stage's row: gate_activation(gate)."""
     return value(row, C.gate_activation)
 
 
 @triton.jit
 def times_factor_slope(g, row, C: tl.constexpr):
-    """The gradient of a tile of a stage's row, from `g`, the gradient of its factor."""
+    """The row's gradient, from the factor's."""
     return times_slope(g, row, C.gate_activation)
 
 
 @triton.jit
-def _dropped(v, seed_ptr, position, C: tl.constexpr):
-    """A tile `v` after dropout."""
+def _dropped(v, seed_ptr, position, C: tl.constexpr, BLOCK: tl.constexpr):
+    """Dropout of a tile; `position` is that of column 0 of every row."""
     if C.threshold > 0:
-        v = tl.where(kept(seed_ptr, position, C.threshold, C.aligned, C.block), v * C.kept_scale, 0.0)
+        v = tl.where(kept(seed_ptr, position, C.threshold, C.aligned, BLOCK), v * C.kept_scale, 0.0)
     return v
 
 
 @triton.jit
-def before_gate(x_ptr, seed_ptr, offset, position, mask, C: tl.constexpr):
-    """A tile of dropout(pre_activation(x)), which the gate of a residual multiplies."""
-    return _dropped(value(load(x_ptr, offset, mask, C.wide), C.pre_activation), seed_ptr, position, C)
+def before_gate(x_ptr, seed_ptr, offset, position, mask, C: tl.constexpr, BLOCK: tl.constexpr, LAST: tl.constexpr):
+    """A tile of dropout(pre_activation(x)), which the residual's gate multiplies."""
+    return _dropped(value(load(x_ptr, offset, mask, C.wide, LAST), C.pre_activation), seed_ptr, position, C, BLOCK)
 
 
 @triton.jit
-def normalised(pointers, offsets, at, position, masks, C: tl.constexpr):
-    """The tile of h, which the norm normalises, in the compute type, less the rows' shift if C.shifted.
-
-    `pointers` are those of x, the other row, the seed and the residual's gate, and last the shift itself. `offsets` are
-    those of the tile in x and in the other row. `at` are the tile's columns, and `masks` say which elements and which
-    columns exist.
-    """
-    x_ptr, other_ptr, seed_ptr, gate_ptr, shift = pointers
+def normalised(pointers, offsets, at, position, masks, C: tl.constexpr, BLOCK: tl.constexpr, LAST: tl.constexpr):
+    """h of a tile, BLOCK columns wide, of x and the other row: `pointers`, the seed's the third."""
+    x_ptr, other_ptr, seed_ptr, gate_ptr = pointers
     mask, col_mask = masks
-    h = before_gate(x_ptr, seed_ptr, offsets[0], position, mask, C)
+    h = before_gate(x_ptr, seed_ptr, offsets[0], position, mask, C, BLOCK, LAST)
     if C.has_residual:
         if C.residual_gate is not None:
             h = h * load(gate_ptr, at, col_mask, C.wide)
-        h = load(other_ptr, offsets[1], mask, C.wide) + h
+        h = load(other_ptr, offsets[1], mask, C.wide, LAST) + h
         h = h.to(other_ptr.dtype.element_ty).to(C.acc)
     if C.first_factor:
-        h = h * factor(load(other_ptr, offsets[1], mask, C.wide), C)
-    if C.shifted:
-        h = h - shift
+        h = h * factor(load(other_ptr, offsets[1], mask, C.wide, LAST), C)
     return h
 
 
 @triton.jit
 def weight_and_bias(pointers, col, mask, C: tl.constexpr):
-    """Weight and bias of some columns, as they are stored. Where one is absent nothing is read."""
+    """Weight and bias of some columns, as stored; nothing is read if they are absent."""
     weight = col
     bias = col
     if C.has_weight:
@@ -76,18 +65,17 @@ def weight_and_bias(pointers, col, mask, C: tl.constexpr):
 
 
 @triton.jit
-def affine(n, vectors, C: tl.constexpr, ROW: tl.constexpr):
-    """The normalised tile as it is multiplied, and the argument of the activation.
+def affine(n, parameters, C: tl.constexpr, ROW: tl.constexpr):
+    """norm(h) of a tile, n, and the activation's argument; `parameters` are weight and bias.
 
-    `n` is norm(h), and `vectors` are weight and bias. With the rounding "hf", n is rounded to ROW, the type of h or of
-    x, and the argument to the promoted type of ROW and the weight's type.
+    HF: n is rounded to ROW, the type of h or of x, the argument to the promoted type of that and the weight's.
     """
-    weight, bias = vectors
+    weight, bias = parameters
     if C.rounding == "hf":
         n = n.to(ROW).to(n.dtype)
     z = n
     if C.has_weight:
-        z = z * plus_offset(weight.to(z.dtype), C.offset)
+        z = z * shifted(weight.to(z.dtype), C.offset)
     if C.has_bias:
         z = z + bias.to(z.dtype)
     if C.rounding == "hf" and C.has_weight and weight.dtype == ROW:
@@ -97,51 +85,33 @@ def affine(n, vectors, C: tl.constexpr, ROW: tl.constexpr):
 
 @triton.jit
 def store_statistics(ptr, row, num_rows, row_mask, statistics, C: tl.constexpr):
-    """Store mean, rstd and with C.shifted the shift of rows; each of the three lies behind the one before, of all rows.
-
-    RMSNorm has rstd alone.
-    """
-    mean, rstd, shift = statistics
+    """Mean and rstd of rows, one after the other; for RMSNorm rstd alone."""
+    mean, rstd = statistics
     if C.rms:
         store(ptr, row, rstd, row_mask)
     else:
         store(ptr, row, mean, row_mask)
         store(ptr, num_rows + row, rstd, row_mask)
-        if C.shifted:
-            store(ptr, 2 * num_rows + row, shift, row_mask)
 
 
 @triton.jit
-def statistics_of(stats_ptr, row, num_rows, row_mask, C: tl.constexpr):
-    """Mean, rstd and shift of rows, as `store_statistics` wrote them.
+def statistics_of(stats_ptr, row, num_stats, row_mask, C: tl.constexpr):
+    """Mean and rstd.
 
-    This is no part of `rows_at`, because Inductor takes a tensor that a function reads for one that the kernel writes
-    if a result of that function leads to a store.
+    Not in `rows_at`: Inductor takes what a function reads for written if a result leads to a store.
     """
     if C.rms:
         rstd = load(stats_ptr, row, row_mask, C.wide)
         mean = tl.zeros_like(rstd)
     else:
         mean = load(stats_ptr, row, row_mask, C.wide)
-        rstd = load(stats_ptr, num_rows + row, row_mask, C.wide)
-    return mean, rstd, shift_of(stats_ptr, 2 * num_rows + row, row_mask, C)
-
-
-@triton.jit
-def shift_of(ptr, offset, row_mask, C: tl.constexpr):
-    """The number of each row that is subtracted from h, at these offsets; zeros unless C.shifted."""
-    if C.shifted:
-        return load(ptr, offset, row_mask, C.wide)
-    return tl.zeros(row_mask.shape, C.acc)
+        rstd = load(stats_ptr, num_stats + row, row_mask, C.wide)
+    return mean, rstd
 
 
 @triton.jit
 def rows_at(sample, group, lengths, strides, steps, C: tl.constexpr):
-    """The rows of samples of a group: their numbers, their offsets in each tensor, and which of them exist.
-
-    `strides` has three strides for each tensor that is read. Behind those tensors' offsets comes the one in contiguous
-    tensors, which are the results.
-    """
+    """Rows of samples in a group: their numbers, beginnings in each tensor, and which exist."""
     num_rows, num_cols, middle, inner = lengths
     row_mask = sample < num_rows
     row = row_of(sample, group, steps, C)
@@ -152,49 +122,47 @@ def rows_at(sample, group, lengths, strides, steps, C: tl.constexpr):
 
 
 @triton.jit
-def gradient(pointers, rows, start, at, statistics, masks, C: tl.constexpr):
-    """n, n as it is multiplied, g, g * w, and the gradient of a last factor's row, all of the tile of columns `at`.
+def gradient(pointers, rows, start, at, statistics, mask, col_mask, C: tl.constexpr, LAST: tl.constexpr):
+    """n, n as it is rounded, g, g * w and the gradient of a last factor's row, of columns `at`, from `start` on.
 
-    `pointers`, here and below, are those of dy, h, the other row (x if forward stored h), dh, weight, bias, gate, seed,
-    dx, dother and the statistics. `rows` are the offsets of the rows, and `start` is the tile's first column. Outside
-    the mask dy is read as zero, so g is zero there, and n is finite.
+    `pointers`, here and below, are dy, h, the other row (x where forward stored h), dh, weight, bias, gate, seed, dx,
+    dother and the statistics. Masked dy is read as zero, so g is zero there, and n finite.
     """
     dy_ptr, h_ptr, other_ptr, _, weight_ptr, bias_ptr, _, seed_ptr, _, _, _ = pointers
     dy_row, h_row, other_row, out_row = rows
-    mean, rstd, shift = statistics
-    mask, col_mask = masks
+    mean, rstd = statistics
+    dy_offset = dy_row + at
+    h_offset = h_row + at
+    position = out_row + start
     if C.stored:
-        h = load(h_ptr, h_row + at, mask, C.wide)
+        h = load(h_ptr, h_offset, mask, C.wide, LAST)
     else:
-        of_forward = (h_ptr, other_ptr, seed_ptr, weight_ptr, shift)  # without a residual no gate is read
-        h = normalised(of_forward, (h_row + at, other_row + at), at, out_row + start, masks, C)
+        of_forward = (h_ptr, other_ptr, seed_ptr, weight_ptr)  # without a residual there is no gate
+        h = normalised(of_forward, (h_offset, other_row + at), at, position, (mask, col_mask), C, C.block, LAST)
     n = (h - mean) * rstd
-    g = load(dy_ptr, dy_row + at, mask, C.wide)
+    g = load(dy_ptr, dy_offset, mask, C.wide, LAST)
     weight, bias = weight_and_bias((weight_ptr, bias_ptr), at, col_mask, C)
     rounded, z = affine(n, (weight, bias), C, h_ptr.dtype.element_ty)
-    if C.rounding == "hf":  # outside the mask they may have become infinite
+    if C.rounding == "hf":  # where masked it may have become infinite
         rounded = tl.where(mask, rounded, 0.0)
         z = tl.where(mask, z, 0.0)
     if C.activation != "identity":
         g = times_slope(g, z, C.activation)
     dfactor = g
     if C.last_factor:
-        row = load(other_ptr, other_row + at, mask, C.wide)
+        row = load(other_ptr, other_row + at, mask, C.wide, LAST)
         dfactor = times_factor_slope(g * z, row, C)
         g = g * factor(row, C)
     if C.has_weight:
-        gw = g * plus_offset(weight.to(g.dtype), C.offset)
+        gw = g * shifted(weight.to(g.dtype), C.offset)
     else:
         gw = g
     return n, rounded, g, gw, dfactor
 
 
 @triton.jit
-def write(pointers, rows, start, at, n, gw, means, rstd, masks, C: tl.constexpr):
-    """Write a tile of dx, and of the gradient of the residual or of a first factor's row.
-
-    `means` are E[g w n] and E[g w] of the rows. The result is the tile that dgate adds up over the rows.
-    """
+def write(pointers, rows, start, at, n, gw, means, rstd, masks, C: tl.constexpr, LAST: tl.constexpr):
+    """dx, and the gradient of the residual or of a first factor's row, of a tile; returns what dgate sums up."""
     _, h_ptr, other_ptr, dh_ptr, _, _, gate_ptr, seed_ptr, dx_ptr, dother_ptr, _ = pointers
     mask, col_mask = masks
     _, h_row, other_row, out_row = rows
@@ -204,41 +172,41 @@ def write(pointers, rows, start, at, n, gw, means, rstd, masks, C: tl.constexpr)
     position = out_row + start
     dh = rstd * (gw - n * mean_gwn - mean_gw)
     if C.has_dh:
-        dh += load(dh_ptr, out_offset, mask, C.wide)
+        dh += load(dh_ptr, out_offset, mask, C.wide, LAST)
     if C.first_factor:
-        row = load(other_ptr, other_offset, mask, C.wide)
+        row = load(other_ptr, other_offset, mask, C.wide, LAST)
         if C.dother:
-            x = load(h_ptr, h_row + at, mask, C.wide)
-            store(dother_ptr, out_offset, times_factor_slope(dh * x, row, C), mask)
+            x = load(h_ptr, h_row + at, mask, C.wide, LAST)
+            store(dother_ptr, out_offset, times_factor_slope(dh * x, row, C), mask, LAST)
         dh = dh * factor(row, C)
     elif C.dother and not C.last_factor:
-        store(dother_ptr, out_offset, dh, mask)
+        store(dother_ptr, out_offset, dh, mask, LAST)
     of_gate = dh
     if C.dgate:
-        of_gate = tl.where(mask, dh * before_gate(other_ptr, seed_ptr, other_offset, position, mask, C), 0.0)
+        u = before_gate(other_ptr, seed_ptr, other_offset, position, mask, C, C.block, LAST)
+        of_gate = tl.where(mask, dh * u, 0.0)
     if C.dx:
         if C.residual_gate is not None:
             dh = dh * load(gate_ptr, at, col_mask, C.wide)
-        dh = _dropped(dh, seed_ptr, position, C)
+        dh = _dropped(dh, seed_ptr, position, C, C.block)
         if C.pre_activation != "identity":
             dh = times_slope(dh, load(other_ptr, other_offset, mask, C.wide), C.pre_activation)
-        store(dx_ptr, out_offset, dh, mask)
+        store(dx_ptr, out_offset, dh, mask, LAST)
     return of_gate
 
 
 @triton.jit
-def write_factor(pointers, rows, at, dfactor, mask, C: tl.constexpr):
-    """Write a tile of the gradient of a last factor's row, if it is wanted."""
+def write_factor(pointers, rows, at, dfactor, mask, C: tl.constexpr, LAST: tl.constexpr):
+    """The gradient of a last factor, of a tile."""
     if C.last_factor and C.dother:
-        store(pointers[9], rows[3] + at, dfactor, mask)
+        store(pointers[9], rows[3] + at, dfactor, mask, LAST)
 
 
 @triton.jit
 def store_partials(pointers, program, programs, at, sums, num_cols, width, C: tl.constexpr):
-    """Store a program's partial rows of dweight, dbias and dgate at columns `at`.
+    """A program's partial rows of dweight, of dbias, which lie behind those of dweight, and of dgate, at columns `at`.
 
-    `pointers` are those of the partial rows of dweight, behind which those of dbias lie, and of dgate. `program` is one
-    of `programs`, and a partial row of all groups is `width` long.
+    A row of all groups is `width` long.
     """
     partials_ptr, of_gate_ptr = pointers
     dweight, dbias, dgate = sums
@@ -253,7 +221,6 @@ def store_partials(pointers, program, programs, at, sums, num_cols, width, C: tl
 
 @triton.jit
 def _down(sums):
-    """The sums of the columns of a tile; a row stays as it is."""
     if len(sums.shape) == 2:
         sums = tl.sum(sums, axis=0)
     return sums
