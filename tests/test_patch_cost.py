@@ -84,6 +84,29 @@ def test_an_examination_is_bounded_before_it_allocates() -> None:
         assert gigabytes < 1, name
 
 
+class Buffered(nn.Module):
+    """An RMSNorm with a buffer that it does not read, as FalconMamba's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.ones(64), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The norm."""
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def test_layers_with_buffers_on_meta_are_examined_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of many layers costs as much as one: on `meta` two buffers of a shape and dtype look alike."""
+    home = importlib.import_module("kernel_fusion.patching.norm_fit")
+    examined, fit = [], home.fit
+    monkeypatch.setattr(home, "fit", lambda module, rounding: [examined.append(module), fit(module, rounding)][1])
+    with torch.device("meta"):
+        model = nn.Sequential(*(Buffered() for _ in range(3)))
+    assert len(kf.patch(model).replaced) == 3
+    assert len(examined) == 1
+
+
 class Call(nn.Module):
     """A function that the module holds."""
 

@@ -154,13 +154,16 @@ def _value(module: nn.Module, value: Any) -> Any:
 
 
 def buffers(module: nn.Module) -> tuple[Any, ...]:
-    """The buffers of a module: the values of small ones, the identities of others."""
-    return tuple(
-        (name, tuple(b.shape), b.dtype, repr(b.tolist()))
-        if type(b) is Tensor and not b.is_meta and b.numel() <= _SMALL
-        else (name, id(b))
-        for name, b in module._buffers.items()
-    )
+    """What an examination sees of a module's buffers: of those on `meta` no values, those of small ones, the others."""
+    return tuple((name, None if b is None else _seen(b)) for name, b in module._buffers.items())
+
+
+def _seen(buffer: Tensor) -> Any:
+    if buffer.is_meta:
+        return tuple(buffer.shape), buffer.dtype, "meta"
+    if type(buffer) is Tensor and buffer.numel() <= _SMALL:
+        return tuple(buffer.shape), buffer.dtype, repr(buffer.tolist())
+    return id(buffer)
 
 
 def arguments(function: Any) -> list[inspect.Parameter] | None:
