@@ -28,6 +28,28 @@ def is_floating(x: Any) -> bool:
     return has_shape(x) and x.dtype in FLOATING
 
 
+def in_order(x: Tensor, expanded: bool = False) -> bool:
+    """Whether elementwise operations return contiguous memory for x: its strides decrease, perhaps with gaps.
+
+    With `expanded` it may be repeated along dimensions, as a vector is that broadcasts to another operand.
+    """
+    if x.is_contiguous():
+        return True
+    if type(x) is not Tensor:
+        return False
+    strides = [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
+    if expanded:
+        strides = [stride for stride in strides if stride]
+    return 0 not in strides and strides == sorted(strides, reverse=True)
+
+
+def same_order(a: Tensor, b: Tensor) -> bool:
+    """Whether elementwise operations on both, of one shape, return the same strides, whichever comes first."""
+    if a.is_contiguous() and b.is_contiguous():
+        return True
+    return a.stride() == b.stride() or (in_order(a) and in_order(b))
+
+
 def attempt(function: Callable[..., Any], *inputs: Tensor) -> Tensor | None:
     """The tensor that unknown code returns; None if it raises."""
     try:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from kernel_fusion.core.spec import rounding_for
 from kernel_fusion.functional import bound, gated_norm, modulated_norm, row_norm
-from kernel_fusion.patching.agree import has_shape
+from kernel_fusion.patching.agree import has_shape, in_order
 from kernel_fusion.patching.reads import NOTHING, Reads
 from kernel_fusion.patching.swap import Plan, Whole, is_captured
 
@@ -135,16 +135,6 @@ class NormForm(Plan):
 Verb = Callable[..., Any]
 
 
-def _in_order(x: Tensor) -> bool:
-    """Whether elementwise operations return contiguous memory for x: its strides decrease, perhaps with gaps."""
-    if x.is_contiguous():
-        return True
-    if type(x) is not Tensor:
-        return False
-    strides = [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
-    return 0 not in strides and strides == sorted(strides, reverse=True)
-
-
 def _strided(norm: Verb, x: Tensor, num_dims: int, *args: Any) -> Tensor | None:
     """The norm of x, with the strides of x if that is dense; None if its rows do not lie in one piece."""
     if type(x) is not Tensor or 0 in x.stride():
@@ -192,7 +182,7 @@ def _add(form: NormForm, original: type[nn.Module]) -> Callable[..., Any]:
     def add(self: nn.Module, x: Tensor, residual: Tensor, dropout_p: float = 0.0) -> tuple[Tensor, Tensor] | None:
         """The norm of the sum, of x after dropout and residual, and the sum, if that was examined."""
         num_dims = form.num_dims(residual)
-        if not num_dims or not (_in_order(residual) and _in_order(x)):
+        if not num_dims or not (in_order(residual) and in_order(x)):
             return None
         weight, bias, eps = form.parts(self)
         norm = _of_call(sums, residual, weight) if holds(self) else None
@@ -219,12 +209,14 @@ def _modulate(form: NormForm, original: type[nn.Module]) -> Callable[..., Any]:
     ) -> tuple[Tensor, Tensor] | None:
         """The modulated norm of residual + gate * x, or of x, and what is normalised, if that was examined."""
         h = x if residual is None else residual
-        if form.num_dims(h) != 1 or not (_in_order(h) and _in_order(x)):
+        if form.num_dims(h) != 1 or not in_order(h):
             return None
         dtype = h.dtype
         others = (x, scale, shift, gate) if residual is not None else (scale, shift)
         for p in others:
-            if p is not None and not (isinstance(p, Tensor) and (p.dtype is dtype or _wider(dtype, p.dtype))):
+            if p is None:
+                continue
+            if not (isinstance(p, Tensor) and (p.dtype is dtype or _wider(dtype, p.dtype)) and in_order(p, p is not x)):
                 return None
         norm = _of_call(norms, h, None) if holds(self) else None
         return norm(x, residual, gate, scale, shift, form.parts(self)[2]) if norm else None
@@ -244,7 +236,7 @@ def _gated_forward(form: NormForm, original: type[nn.Module]) -> Callable[..., A
         if num_dims and isinstance(gate, Tensor):
             (x, *_), (weight, bias, eps) = args, form.parts(self)
             norm = _of_call(norms, x, weight)
-            fits = gate.shape == x.shape and gate.dtype == x.dtype and _in_order(x) and _in_order(gate)
+            fits = gate.shape == x.shape and gate.dtype == x.dtype and in_order(x) and in_order(gate)
             if norm and fits and holds(self):
                 return norm(x, gate, x.shape[-num_dims:], weight=weight, bias=bias, eps=eps)
         return original.forward(self, *args, **kwargs)

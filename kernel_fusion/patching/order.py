@@ -28,7 +28,7 @@ def commute(operands: Iterable[ast.expr], others: Iterable[ast.AST], local: Set[
     others = list(others)
     if all(map(is_still, others)):
         return True
-    own = all(isinstance(o, ast.BinOp) or (isinstance(o, ast.Name) and o.id in local) for o in operands)
+    own = all(isinstance(o, ast.BinOp | ast.Constant) or (isinstance(o, ast.Name) and o.id in local) for o in operands)
     return own and not any(isinstance(n, ast.Name) and n.id in local for other in others for n in ast.walk(other))
 
 

@@ -29,6 +29,7 @@ from kernel_fusion.patching.syntax import (
     plain_call,
     replace_value,
     stores,
+    swapped,
 )
 
 GATES = GATED, HELD, HELD_RESULT, PRODUCT = "_kf_gated", "_kf_held", "_kf_held_result", "_kf_product"
@@ -130,14 +131,14 @@ class Rewriter:
             if call is not one:  # keep the name, now for the gate
                 replace_value(before, call, gate)
                 gate = one
-            operands = {str(keyword.arg): keyword.value for keyword in held.keywords} | {"gate": gate}
-            self._put(holder, made_call(GATED, **operands, value=other))
+            operands = {str(keyword.arg): keyword.value for keyword in held.keywords} | {"gate": gate, "value": other}
+            self._put(holder, made_call(GATED, **operands, **swapped(product=place_of(other) < place_of(one))))
             return
+        order = swapped(product=place_of(other) < place_of(one))
         if call is not one:
             replace_value(before, call, held)
-        self._put(
-            holder, made_call(PRODUCT, held=one if call is not one else ast.copy_location(held, call), value=other)
-        )
+        held = one if call is not one else ast.copy_location(held, call)
+        self._put(holder, made_call(PRODUCT, held=held, value=other, **order))
 
     def _named(self, before: list[ast.stmt], operand: ast.expr) -> tuple[ast.Call | None, list[ast.AST]]:
         """The call that a name stands for, if this block assigns it and only the product reads it; and what follows."""
@@ -179,9 +180,9 @@ class Rewriter:
                 if call is not normed:  # keep the name, now for what is normalised
                     replace_value(block, call, x)
                     x = normed
-                self._put(
-                    holder, made_call(MODULATED, norm=call.func, x=x, **dict(zip(_VECTORS, vectors, strict=False)))
-                )
+                order = {name: place_of(each) < place_of(normed) for name, each in zip(_VECTORS, vectors, strict=False)}
+                operands = dict(zip(_VECTORS, vectors, strict=False)) | swapped(**order)
+                self._put(holder, made_call(MODULATED, norm=call.func, x=x, **operands))
                 done |= {id(node) for node in ast.walk(whole)}
 
     def _sums(self, block: list[ast.stmt], in_loop: bool) -> None:
@@ -233,7 +234,8 @@ class Rewriter:
                     continue
                 if whole is not term:
                     block[block.index(statement) - 1] = ast.Pass()
-                return made_call(ADD_MODULATED, norm=norm, residual=other, x=whole.left, gate=whole.right, **vectors)
+                operands = vectors | swapped(vectors, sum=term is total.left)
+                return made_call(ADD_MODULATED, norm=norm, residual=other, x=whole.left, gate=whole.right, **operands)
             drops = not modulated and isinstance(whole, ast.Call) and whole.args
             if not drops or not all(map(is_still, [*between, *whole.args[1:], *whole.keywords])):
                 continue
@@ -243,7 +245,8 @@ class Rewriter:
                     replace_value(block, whole, x)
                     x = term
                 callee = ast.Name(DROP_ADD_NORM, ast.Load())
-                return ast.Call(callee, [norm, *as_in_source(other, x), whole.func, *args], whole.keywords)
+                left = ast.Constant(term is total.left)
+                return ast.Call(callee, [norm, left, *as_in_source(other, x), whole.func, *args], whole.keywords)
         site = Site(text, True, modulated)
         if not commute([total.left, total.right], later):
             self.refused.add(site)
@@ -298,11 +301,12 @@ class Rewriter:
 
     @staticmethod
     def _put(holder: Any, new: ast.expr) -> None:
+        """Put an expression in the place of another; the operands of a call are evaluated in the order of places."""
         parent, name, index = holder
         if index is None:
-            setattr(parent, name, new)
+            setattr(parent, name, ast.copy_location(new, getattr(parent, name)))
         else:
-            getattr(parent, name)[index] = new
+            getattr(parent, name)[index] = ast.copy_location(new, getattr(parent, name)[index])
 
 
 def _normed(call: ast.Call) -> tuple[ast.expr, ast.expr, dict[str, ast.expr]] | None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kernel_fusion.functional import bound, gated_act
-from kernel_fusion.patching.agree import has_shape, is_floating
+from kernel_fusion.patching.agree import has_shape, is_floating, same_order
 from kernel_fusion.patching.autocast import widened
 from kernel_fusion.patching.reads import Reads
 from kernel_fusion.patching.swap import has_torch_hooks, is_bare, is_captured, original_class
@@ -80,18 +80,18 @@ def gates_by(acts: Iterable[Act]) -> Gates:
             return waiting(text, act, gate)
         return act(gate), None, None, False
 
-    def product(held: tuple[Any, ...], value: Any) -> Any:
-        """The activated gate times the value."""
+    def product(held: tuple[Any, ...], value: Any, swapped: Any = ()) -> Any:
+        """The activated gate times the value, or the value times it."""
         gate, gate_by, act, widens = held
-        if gate_by is None:
-            return gate * value
-        if is_floating(value) and gate.shape == value.shape:
-            return gate_by(widened(gate) if widens else gate, value)
-        return act(gate) * value
+        if gate_by is not None:
+            if is_floating(value) and gate.shape == value.shape and same_order(gate, value):
+                return gate_by(widened(gate) if widens else gate, value)
+            gate = act(gate)
+        return value * gate if swapped else gate * value
 
-    def gated(text: str, act: Any, gate: Any, value: Any) -> Any:
+    def gated(text: str, act: Any, gate: Any, value: Any, swapped: Any = ()) -> Any:
         """Both steps."""
-        return product(held(text, act, gate), value)
+        return product(held(text, act, gate), value, swapped)
 
     return Gates(gated, held, held_result, product)
 
@@ -138,8 +138,13 @@ def add_norm(norm: Any, a: Any, b: Any) -> tuple[Any, Any]:
     return norm(h), h
 
 
-def drop_add_norm(norm: Any, residual: Any, x: Any, dropout: Any, /, *args: Any, **options: Any) -> tuple[Any, Any]:
-    """`norm(h)` and `h = dropout(x, *args, **options) + residual`, in one pass if it is PyTorch's dropout."""
+def drop_add_norm(
+    norm: Any, left: bool, residual: Any, x: Any, dropout: Any, /, *args: Any, **options: Any
+) -> tuple[Any, Any]:
+    """`norm(h)` and `h = dropout(x, *args, **options) + residual`, in one pass if it is PyTorch's dropout.
+
+    `left` says whether the dropout stands on the left of the sum.
+    """
     add = _method(norm, "_kf_add")
     if (
         add is not None
@@ -152,18 +157,21 @@ def drop_add_norm(norm: Any, residual: Any, x: Any, dropout: Any, /, *args: Any,
         and (found := add(norm, x, residual, p)) is not None
     ):
         return found  # type: ignore[no-any-return]
-    return add_norm(norm, dropout(x, *args, **options), residual)
+    dropped = dropout(x, *args, **options)
+    return add_norm(norm, dropped, residual) if left else add_norm(norm, residual, dropped)
 
 
-def modulated(norm: Any, x: Any, scale: Any, shift: Any = None) -> Any:
+def modulated(norm: Any, x: Any, scale: Any, shift: Any = None, swapped: Any = ()) -> Any:
     """`norm(x) * (1 + scale) + shift`, in one pass if the norm has no parameters and nothing is widened."""
     modulate = _method(norm, "_kf_modulate")
     if modulate is not None and (found := modulate(norm, x, None, None, scale, shift)) is not None:
         return found[0]
-    return _modulated(norm(x), scale, shift)
+    return _modulated(norm(x), scale, shift, swapped)
 
 
-def add_modulated(norm: Any, residual: Any, x: Any, gate: Any, scale: Any, shift: Any = None) -> tuple[Any, Any]:
+def add_modulated(
+    norm: Any, residual: Any, x: Any, gate: Any, scale: Any, shift: Any = None, swapped: Any = ()
+) -> tuple[Any, Any]:
     """`norm(h) * (1 + scale) + shift` and `h = residual + x * gate`, likewise; x and gate may change places."""
     modulate = _method(norm, "_kf_modulate")
     if modulate is not None and has_shape(residual) and has_shape(x):
@@ -174,13 +182,14 @@ def add_modulated(norm: Any, residual: Any, x: Any, gate: Any, scale: Any, shift
             one, factor = gate, x
         if one.shape == stream.shape and (found := modulate(norm, one, stream, factor, scale, shift)) is not None:
             return found  # type: ignore[no-any-return]
-    h = residual + (x if gate is None else x * gate)
-    return _modulated(norm(h), scale, shift), h
+    one = x if gate is None else x * gate
+    h = one + residual if "sum" in swapped else residual + one
+    return _modulated(norm(h), scale, shift, swapped), h
 
 
-def _modulated(y: Any, scale: Any, shift: Any) -> Any:
-    y = y * (1 + scale)
-    return y if shift is None else y + shift
+def _modulated(y: Any, scale: Any, shift: Any, swapped: Any) -> Any:
+    y = (1 + scale) * y if "scale" in swapped else y * (1 + scale)
+    return y if shift is None else shift + y if "shift" in swapped else y + shift
 
 
 def _method(norm: Any, name: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from kernel_fusion.patching.order import is_view
@@ -39,9 +39,19 @@ def made_call(function: str, **operands: ast.expr) -> ast.Call:
     return ast.Call(ast.Name(function, ast.Load()), [], sorted(keywords, key=lambda keyword: place_of(keyword.value)))
 
 
-def place_of(node: ast.AST) -> tuple[int, int]:
-    """Where a node starts in the source; those made here first."""
-    return getattr(node, "lineno", 0), getattr(node, "col_offset", 0)
+def place_of(node: ast.expr) -> tuple[int, int]:
+    """Where a node starts in the source; one made here is where the node was that it stands for, or is a constant."""
+    return (0, 0) if isinstance(node, ast.Constant) else (node.lineno, node.col_offset)
+
+
+def swapped(operands: Mapping[str, ast.expr] | None = None, /, **operations: bool) -> dict[str, ast.expr]:
+    """An operand that names operations whose operands stand the other way round: the first decides a result's strides.
+
+    `operands` may have such a one from before.
+    """
+    before: Any = (operands or {}).get("swapped")
+    names = (*(before.value if before else ()), *(name for name, is_swapped in operations.items() if is_swapped))
+    return {"swapped": ast.Constant(names)} if names else {}  # type: ignore[arg-type]
 
 
 def as_in_source(*pair: ast.expr) -> list[ast.expr]:
@@ -157,7 +167,7 @@ def _above_one(node: ast.AST) -> ast.expr | None:
     """scale of `1 + scale`, or of an indexed one."""
     if isinstance(node, ast.Subscript):
         inner = _above_one(node.value)
-        return None if inner is None else ast.Subscript(inner, node.slice, ast.Load())
+        return None if inner is None else ast.copy_location(ast.Subscript(inner, node.slice, ast.Load()), node)
     both = orders(node, ast.Add)
     return next((other for one, other in both if isinstance(one, ast.Constant) and one.value == 1), None)
 
