@@ -15,7 +15,6 @@ from kernel_fusion.backends import eager
 from kernel_fusion.backends.availability import PLAIN_TENSORS
 from kernel_fusion.config import state
 from kernel_fusion.core.stages import Given
-from kernel_fusion.functional.modulated_norm import alone
 from kernel_fusion.operators import schemas
 
 _layer_norm, _rms_norm, _staged, _pointwise = (
@@ -90,7 +89,9 @@ def modulated_norm(verb: Any, add_verb: Any, rms: bool) -> Call:
             and (residual is None or type(residual) in PLAIN_TENSORS)
             and (gate is None or (type(gate) in PLAIN_TENSORS and gate.shape == shape))
         ):
-            one, (scale, shift, gate) = alone(size, (scale, shift, gate))
+            one = size[0] == 1  # sample, whose vectors (B, 1, N) are those of all rows, (N,)
+            if one:
+                scale, shift, gate = (p if p is None else p.reshape(size[2:]) for p in (scale, shift, gate))
             return _staged(x, residual, 1, scale, shift, eps, *after[one], gate)
         if not all(p is None or _broadcasts(p.shape, size) for p in (gate, scale, shift)):
             return None

@@ -18,7 +18,7 @@ from kernel_fusion.core.quantize import Quantize
 from kernel_fusion.errors import BackendUnavailableError
 from kernel_fusion.functional import interop
 from kernel_fusion.functional.modulated_norm import as_norm
-from kernel_fusion.functional.norm_arguments import sizes
+from kernel_fusion.functional.staged_norm import sizes
 from kernel_fusion.operators.dispatch import obstacle
 
 

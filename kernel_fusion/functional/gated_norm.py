@@ -10,14 +10,8 @@ from torch import Tensor
 
 from kernel_fusion.core import checks
 from kernel_fusion.core.quantize import Quantize
-from kernel_fusion.core.spec import rounding_for
-from kernel_fusion.core.stages import Given
-from kernel_fusion.functional import interop, quantized
-from kernel_fusion.functional.norm_arguments import Norm, explain_norm, resolved, served
-from kernel_fusion.operators.dispatch import in_groups, operator
-
-# gate_activation, gate_first, group_size, rounding.
-_Gating = tuple[str | None, bool, int | None, str]
+from kernel_fusion.functional.staged_norm import Norm, resolved, staged
+from kernel_fusion.operators.dispatch import in_groups
 
 
 def gated_rms_norm(
@@ -84,7 +78,10 @@ def gated_rms_norm(
         True
     """
     norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
-    return _gated("gated_rms_norm", input, gate, norm, (gate_activation, gate_first, group_size, rounding), backend)
+    options = {"gate_activation": gate_activation, "gate_first": gate_first, "group_size": group_size}
+    options |= {"rounding": rounding}
+    y = staged(gated_rms_norm, {"input": input, "gate": gate}, norm, options, backend, arrange=_gated).output
+    return y if group_size is None else _ungrouped(y, input)
 
 
 def gated_layer_norm(
@@ -123,44 +120,36 @@ def gated_layer_norm(
         True
     """
     norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
-    return _gated("gated_layer_norm", input, gate, norm, (gate_activation, gate_first, group_size, rounding), backend)
+    options = {"gate_activation": gate_activation, "gate_first": gate_first, "group_size": group_size}
+    options |= {"rounding": rounding}
+    y = staged(gated_layer_norm, {"input": input, "gate": gate}, norm, options, backend, arrange=_gated).output
+    return y if group_size is None else _ungrouped(y, input)
 
 
-def _gated(verb: str, input: Tensor, gate: Tensor, norm: Norm, gating: _Gating, backend: str | None) -> Tensor:
-    """A norm and its gate."""
-    _, weight, bias, _, weight_offset, _ = norm
-    activation, first, group_size, rounding = gating
-    out_dtype, quantize = quantized.apart(norm[5])
-    checks.rounding(verb, rounding)
-    checks.of_kind(verb, "gate_first", first, checks.BOOL)
-    name = checks.activation(verb, "gate_activation", activation)
-    if not interop.is_tensor(input):
-        options: dict[str, Any] = {"gate_activation": activation, "gate_first": first, "group_size": group_size}
-        return served(globals()[verb], (input, gate), norm, rounding=rounding, backend=backend, **options)  # type: ignore[no-any-return]
-    if gate is None:
-        raise TypeError(f"`{verb}`: `gate` must be a tensor, got None; without one the verb is `{verb[6:]}`")
-    try:
-        shape, eps = resolved(verb, input, norm, affine=group_size is not None)
-        x, g, w, b = input, gate, weight, bias
-        grouped = group_size is not None and not (weight is None and bias is None)
-        if group_size is not None:
-            checks.group_size(verb, shape, group_size)
-            checks.other_row(verb, "gate", input, gate)
-            groups = shape[0] // group_size
-            x, g = (in_groups(t, -1, groups).unflatten(-1, (-1, group_size)) for t in (x, g))
-            w, b = (None if t is None else in_groups(t, -1, groups).unflatten(-1, (-1, group_size)) for t in (w, b))
-        affine = len(shape), w, b, eps, weight_offset, out_dtype, verb.endswith("rms_norm")
-        options = {"rounding": rounding_for(rounding, input.dtype), "gate_activation": name, "gate_first": first}
-        stages = Given(gate=g, grouped=grouped, **options)
-        if quantize is not None:
-            args = x, None, *affine, *stages
-            return quantized.norm(verb, quantize, backend, args, g, input.shape)[0]  # type: ignore[return-value]
-        y: Tensor = operator(verb, "staged_row_norm", backend, input, gate)(x, None, *affine, *stages)[0]
-        if group_size is None:
-            return y
-        # Nobody else has y, so its other shape need not be a view.
-        y = torch.ops.aten._unsafe_view(in_groups(y, -2, y.shape[-2]).contiguous(), input.shape)
+def _gated(
+    verb: str, rows: dict[str, Any], norm: Norm, options: dict[str, Any], stages: dict[str, Any]
+) -> tuple[Sequence[Tensor | None], tuple[Any, ...]]:
+    """The tensors of the operator, whose rows are groups of columns where there are some, and the gate as a stage."""
+    group_size, tensors = options["group_size"], (rows["input"], rows["gate"])
+    shape, eps = resolved(verb, rows["input"], norm, affine=group_size is not None)
+    x, gate, weight, bias = *tensors, norm[1], norm[2]
+    if group_size is not None:
+        checks.group_size(verb, shape, group_size)
+        checks.other_row(verb, "gate", x, gate)
+        groups = shape[0] // group_size
+        x, gate, weight, bias = (
+            None if t is None else in_groups(t, -1, groups).unflatten(-1, (-1, group_size))
+            for t in (x, gate, weight, bias)
+        )
+        if not (weight is None and bias is None):
+            stages["grouped"] = True
+    stages["gate"] = gate
+    return tensors, (x, None, len(shape), weight, bias, eps, norm[4])
+
+
+def _ungrouped(y: Any, input: Any) -> Any:
+    """A result of groups of columns, in the shape of the input; one that is no tensor has that shape already."""
+    if not isinstance(y, Tensor) or not isinstance(input, Tensor):
         return y
-    except checks.REFUSALS as error:
-        explain_norm(verb, error, {"input": input, "gate": gate}, norm, group_size=group_size)
-        raise
+    # Nobody else has y, so its other shape need not be a view.
+    return torch.ops.aten._unsafe_view(in_groups(y, -2, y.shape[-2]).contiguous(), input.shape)

@@ -13,25 +13,17 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from kernel_fusion.backends import eager
 from kernel_fusion.backends.availability import PLAIN_TENSORS
-from kernel_fusion.config import state
 from kernel_fusion.core import checks, groups
 from kernel_fusion.core.quantize import Quantize
 from kernel_fusion.core.spec import compute_dtype
-from kernel_fusion.core.stages import Given
 from kernel_fusion.core.symbols import known
-from kernel_fusion.functional import interop, quantized
-from kernel_fusion.functional.norm_arguments import Norm, explain_norm, num_normalized_dims, resolved, served, sizes
+from kernel_fusion.functional import quantized
 from kernel_fusion.functional.results import NormOutput
+from kernel_fusion.functional.staged_norm import Norm, num_normalized_dims, resolved, sizes, staged
 from kernel_fusion.operators import schemas
-from kernel_fusion.operators.dispatch import expandable, operator
+from kernel_fusion.operators.dispatch import expandable
 
-# scale, shift, gate.
-_Modulation = tuple[Tensor, Tensor | None, Tensor | None]
-_Stages = tuple[str | None, str | None, float]  # pre_activation, activation, dropout_p
-
-_staged = schemas.overload("staged_row_norm")._op  # as in row_norm.py
 _EPS = (float, type(None))
 
 
@@ -93,8 +85,9 @@ def modulated_layer_norm(
         True
     """
     norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
-    stages = pre_activation, activation, 0.0
-    return _modulated("modulated_layer_norm", input, None, norm, (scale, shift, None), stages, backend).output
+    options: dict[str, Any] = {"scale": scale, "shift": shift}
+    options |= {"pre_activation": pre_activation, "activation": activation}
+    return staged(modulated_layer_norm, {"input": input}, norm, options, backend, arrange=_modulated).output
 
 
 def modulated_rms_norm(
@@ -126,8 +119,9 @@ def modulated_rms_norm(
         True
     """
     norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
-    stages = pre_activation, activation, 0.0
-    return _modulated("modulated_rms_norm", input, None, norm, (scale, shift, None), stages, backend).output
+    options: dict[str, Any] = {"scale": scale, "shift": shift}
+    options |= {"pre_activation": pre_activation, "activation": activation}
+    return staged(modulated_rms_norm, {"input": input}, norm, options, backend, arrange=_modulated).output
 
 
 def add_modulated_layer_norm(
@@ -181,8 +175,10 @@ def add_modulated_layer_norm(
     """
     checks.dropout_p("add_modulated_layer_norm", "dropout_p", dropout_p)
     norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
-    stages = pre_activation, activation, dropout_p if training else 0.0
-    return _modulated("add_modulated_layer_norm", input, residual, norm, (scale, shift, gate), stages, backend)
+    rows, p = {"input": input, "residual": residual}, dropout_p if training else 0.0
+    options: dict[str, Any] = {"scale": scale, "shift": shift, "gate": gate}
+    options |= {"pre_activation": pre_activation, "activation": activation}
+    return staged(add_modulated_layer_norm, rows, norm, options, backend, arrange=_modulated, dropout_p=p)
 
 
 def add_modulated_rms_norm(
@@ -219,102 +215,61 @@ def add_modulated_rms_norm(
     """
     checks.dropout_p("add_modulated_rms_norm", "dropout_p", dropout_p)
     norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
-    stages = pre_activation, activation, dropout_p if training else 0.0
-    return _modulated("add_modulated_rms_norm", input, residual, norm, (scale, shift, gate), stages, backend)
+    rows, p = {"input": input, "residual": residual}, dropout_p if training else 0.0
+    options: dict[str, Any] = {"scale": scale, "shift": shift, "gate": gate}
+    options |= {"pre_activation": pre_activation, "activation": activation}
+    return staged(add_modulated_rms_norm, rows, norm, options, backend, arrange=_modulated, dropout_p=p)
 
 
 def _modulated(
-    verb: str,
-    input: Tensor,
-    residual: Tensor | None,
-    norm: Norm,
-    modulation: _Modulation,
-    stages: _Stages,
-    backend: str | None,
-) -> NormOutput:
-    """A modulated norm with stages around it."""
-    _, weight, bias, *_ = norm
-    scale, shift, gate = modulation
-    pre, post = checks.activation(verb, "pre_activation", stages[0]), checks.activation(verb, "activation", stages[1])
-    if not interop.is_tensor(input):
-        options: dict[str, Any] = {"scale": scale, "shift": shift, "backend": backend}
-        options |= {"pre_activation": stages[0], "activation": stages[1]}
-        if not verb.startswith("add_"):
-            return NormOutput(served(globals()[verb], (input,), norm, **options), input)
-        options |= {"gate": gate, "dropout_p": stages[2]}
-        return served(globals()[verb], (input, residual), norm, **options)  # type: ignore[no-any-return]
-    dtype, quantize = quantized.apart(norm[5])
-    for name, tensor in {"scale": scale, "residual": residual}.items():
-        if tensor is None and (name == "scale" or verb.startswith("add_")):
-            other = verb.replace("modulated_", "") if name == "scale" else verb[4:]
-            raise TypeError(f"`{verb}`: `{name}` must be a tensor, got None; without one the verb is `{other}`")
-    rows = {"input": input, "residual": residual, "scale": scale, "shift": shift, "gate": gate}
-    try:
-        usual = backend is None and state.backend is None and not is_compiling()  # whose sizes may be symbols
-        if usual and _is_usual(input, residual, norm, modulation):
-            return _usual(input, residual, norm[3], modulation, (pre, post, stages[2]), verb.endswith("rms_norm"))
-        shape, eps = resolved(verb, input, norm, affine=True)
-        for name in ("scale", "shift", "gate"):
-            checks.modulation(verb, name, rows[name], input, len(shape))
-        checks.other_row(verb, "residual", input, residual)
-        checks.row_norm(verb, input, weight, bias, norm[4], dtype)
-        w, b, offset = _affine(input, norm, scale, shift)
-        (factor, term, gate), grouped = _in_groups(verb, input, shape, [*map(expandable, (w, b, gate))])
-        seed = eager.draw_seed(input.device) if stages[2] > 0.0 else None
-        given = Given(pre, post, stages[2], seed, grouped=grouped, residual_gate=gate)
-        call = input, residual, len(shape), factor, term, eps, offset, dtype, verb.endswith("rms_norm"), *given
-        if quantize is None:
-            y, h = operator(verb, "staged_row_norm", backend, input, residual, scale)(*call)
+    verb: str, rows: dict[str, Any], norm: Norm, options: dict[str, Any], stages: dict[str, Any]
+) -> tuple[Sequence[Tensor | None], tuple[Any, ...]]:
+    """The tensors of the operator, with scale and shift as weight and bias, and the residual's gate as a stage."""
+    input, residual, scale, gate = rows["input"], rows.get("residual"), options["scale"], options.get("gate")
+    vectors: Sequence[Tensor | None] = (scale, options["shift"], gate)
+    if _are_usual(input, residual, norm, vectors):
+        if input.shape[0] == 1:  # one sample, whose vectors are those of all rows
+            vectors = [p if p is None else p.reshape(input.shape[2:]) for p in vectors]
         else:
-            y, h = quantized.norm(verb, quantize, backend, call, None, input.shape)
-        return NormOutput(y, h)
-    except checks.REFUSALS as error:
-        explain_norm(verb, error, rows, norm)
-        raise
+            stages["grouped"] = True
+        if gate is not None:
+            stages["residual_gate"] = vectors[2]
+        own_eps = schemas.default_eps(input) if norm[3] is None else norm[3]
+        return (input, residual), (input, residual, 1, *vectors[:2], own_eps, 1.0)
+    if scale is None:
+        without = verb.replace("modulated_", "")
+        raise TypeError(f"`{verb}`: `scale` must be a tensor, got None; without one the verb is `{without}`")
+    shape, eps = resolved(verb, input, norm, affine=True)
+    for name in ("scale", "shift", "gate"):
+        checks.modulation(verb, name, options.get(name), input, len(shape))
+    checks.other_row(verb, "residual", input, residual)
+    checks.row_norm(verb, input, norm[1], norm[2], norm[4], quantized.apart(norm[5])[0])
+    weight, bias, offset = _affine(input, norm, scale, options["shift"])
+    (weight, bias, gate), grouped = _in_groups(verb, input, shape, [*map(expandable, (weight, bias, gate))])  # type: ignore[assignment]
+    if gate is not None:
+        stages["residual_gate"] = gate
+    if grouped:
+        stages["grouped"] = True
+    return (input, residual, scale), (input, residual, len(shape), weight, bias, eps, offset)
 
 
-def _is_usual(input: Tensor, residual: Tensor | None, norm: Norm, modulation: _Modulation) -> bool:
+def _are_usual(input: Tensor, residual: Tensor | None, norm: Norm, vectors: Sequence[Tensor | None]) -> bool:
     """Whether the operator takes all tensors as they are: of one dtype and device, vectors of samples, (B, 1, N)."""
     normalized_shape, weight, bias, eps, weight_offset, out_dtype = norm
     if weight is not None or bias is not None or weight_offset != 0.0 or out_dtype is not None:
         return False
-    if num_normalized_dims(input, normalized_shape) != 1 or type(eps) not in _EPS or modulation[0] is None:
+    if num_normalized_dims(input, normalized_shape) != 1 or type(eps) not in _EPS or vectors[0] is None:
         return False
     size = input.shape
-    if len(size) != 3:
+    if len(size) != 3 or is_compiling():  # whose sizes may be symbols
         return False
     dtype, device, sample = input.dtype, input.device, (size[0], 1, size[2])
-    for p, expected in ((residual, size), *((m, sample) for m in modulation)):
+    for p, expected in ((residual, size), *((p, sample) for p in vectors)):
         if p is not None and (
             type(p) not in PLAIN_TENSORS or p.shape != expected or p.dtype is not dtype or p.device != device
         ):
             return False
     return True
-
-
-def _usual(
-    input: Tensor,
-    residual: Tensor | None,
-    eps: float | None,
-    modulation: _Modulation,
-    stages: tuple[str, str, float],
-    rms: bool,
-) -> NormOutput:
-    """Call the operator with tensors that :func:`_is_usual` found to need nothing else."""
-    seed = eager.draw_seed(input.device) if stages[2] > 0.0 else None
-    one, (scale, shift, gate) = alone(input.shape, modulation)
-    given = Given(*stages, seed, grouped=not one, residual_gate=gate)
-    eps = schemas.default_eps(input) if eps is None else eps
-    return NormOutput(*_staged(input, residual, 1, scale, shift, eps, 1.0, None, rms, *given))
-
-
-def alone(size: Sequence[int], modulation: _Modulation) -> tuple[bool, _Modulation]:
-    """Whether an input of this size (B, L, N) has one sample, and its vectors (B, 1, N), which then become (N,)."""
-    if size[0] != 1:
-        return False, modulation
-    scale, shift, gate = (p if p is None else p.reshape(size[2:]) for p in modulation)
-    assert scale is not None
-    return True, (scale, shift, gate)
 
 
 def _affine(input: Tensor, norm: Norm, scale: Tensor, shift: Tensor | None) -> tuple[Tensor, Tensor | None, float]:

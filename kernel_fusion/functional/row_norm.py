@@ -14,18 +14,18 @@ from kernel_fusion.backends.availability import is_dtensor, is_foreign
 from kernel_fusion.config import check_backend_name, state
 from kernel_fusion.core import checks
 from kernel_fusion.core.quantize import Quantize
-from kernel_fusion.core.spec import rounding_for
-from kernel_fusion.functional import interop, quantized
-from kernel_fusion.functional.norm_arguments import (
+from kernel_fusion.functional import interop
+from kernel_fusion.functional.results import NormOutput
+from kernel_fusion.functional.staged_norm import (
     Norm,
+    as_given,
     ends_with,
     explain_norm,
     num_normalized_dims,
-    resolved,
     served,
     sizes,
+    staged,
 )
-from kernel_fusion.functional.results import NormOutput
 from kernel_fusion.operators import schemas
 from kernel_fusion.operators.dispatch import operator
 from kernel_fusion.operators.jagged import has_rows_of
@@ -34,8 +34,6 @@ from kernel_fusion.operators.jagged import has_rows_of
 _LAYER_NORM, _RMS_NORM = (schemas.overload(name) for name in ("layer_norm", "rms_norm"))
 _layer_norm: Callable[..., Tensor] = _LAYER_NORM._op
 _rms_norm: Callable[..., Tensor] = _RMS_NORM._op
-
-_Stages = tuple[str | None, str | None, float, str]  # pre_activation, activation, dropout_p, rounding
 
 
 def layer_norm(
@@ -100,10 +98,10 @@ def layer_norm(
         True
     """
     norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
-    staged = pre_activation is not None or activation is not None or rounding != "once" or group is not None
-    if staged or type(out_dtype) is Quantize:
-        stages = pre_activation, activation, 0.0, rounding
-        return _staged("layer_norm", input, None, norm, stages, backend, group).output
+    plain = pre_activation is None and activation is None and rounding == "once" and group is None
+    if not plain or type(out_dtype) is Quantize:
+        options = {"pre_activation": pre_activation, "activation": activation, "rounding": rounding}
+        return staged(layer_norm, {"input": input}, norm, options, backend, arrange=as_given, group=group).output
     try:
         if backend is None and state.backend is None:
             num_dims = num_normalized_dims(input, normalized_shape)
@@ -112,8 +110,7 @@ def layer_norm(
                 if weight_offset == 0.0 and out_dtype is None:  # two arguments fewer to convert, 0.1 µs
                     return norm_op(input, num_dims, weight, bias, eps)
                 return norm_op(input, num_dims, weight, bias, eps, weight_offset, out_dtype)
-        checks.of_kind("layer_norm", "eps", eps, checks.NUMBER)
-        return _unusual("layer_norm", input, norm, backend)
+        return _unusual(layer_norm, input, norm, backend)
     except checks.REFUSALS as error:
         explain_norm("layer_norm", error, {"input": input}, norm)
         raise
@@ -168,10 +165,10 @@ def rms_norm(
         True
     """
     norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
-    staged = pre_activation is not None or activation is not None or rounding != "once" or group is not None
-    if staged or type(out_dtype) is Quantize:
-        stages = pre_activation, activation, 0.0, rounding
-        return _staged("rms_norm", input, None, norm, stages, backend, group).output
+    plain = pre_activation is None and activation is None and rounding == "once" and group is None
+    if not plain or type(out_dtype) is Quantize:
+        options = {"pre_activation": pre_activation, "activation": activation, "rounding": rounding}
+        return staged(rms_norm, {"input": input}, norm, options, backend, arrange=as_given, group=group).output
     try:
         if backend is None and state.backend is None:
             num_dims = num_normalized_dims(input, normalized_shape)
@@ -180,28 +177,30 @@ def rms_norm(
                 if weight_offset == 0.0 and out_dtype is None:  # two arguments fewer to convert, 0.1 µs
                     return norm_op(input, num_dims, weight, bias, eps)
                 return norm_op(input, num_dims, weight, bias, eps, weight_offset, out_dtype)
-        return _unusual("rms_norm", input, norm, backend)
+        return _unusual(rms_norm, input, norm, backend)
     except checks.REFUSALS as error:
         explain_norm("rms_norm", error, {"input": input}, norm)
         raise
 
 
-def _unusual(verb: str, input: Tensor, norm: Norm, backend: str | None) -> Tensor:
+def _unusual(verb: Callable[..., Tensor], input: Tensor, norm: Norm, backend: str | None) -> Tensor:
     """A norm without stages, of an unusual tensor, by an explicit backend or with arguments that don't fit."""
     normalized_shape, weight, bias, eps, weight_offset, out_dtype = norm
     assert not isinstance(out_dtype, Quantize)  # which counts as a stage
+    name, rms = verb.__name__, verb is rms_norm
+    if not rms:
+        checks.of_kind(name, "eps", eps, checks.NUMBER)
     shape = sizes(normalized_shape)
     if not num_normalized_dims(input, shape):
         check_backend_name(backend)
         if not interop.is_tensor(input):
             if not interop.records(input) and not hasattr(input, "__dlpack__"):
-                raise TypeError(f"{verb}(): argument 'input' (position 1) must be Tensor, not {type(input).__name__}")
-            return served(globals()[verb], (input,), norm, backend=backend)  # type: ignore[no-any-return]
+                raise TypeError(f"{name}(): argument 'input' (position 1) must be Tensor, not {type(input).__name__}")
+            return served(verb, (input,), norm, backend=backend)  # type: ignore[no-any-return]
         ours = is_dtensor(input) or has_rows_of(input, len(shape))
         if (is_foreign(input) and not ours) or not ends_with(input, shape):
-            rms = verb == "rms_norm"
             return eager.pytorch_row_norm(input, shape, weight, bias, eps, weight_offset, out_dtype, rms)
-    serve = operator(verb, verb, backend, input)
+    serve = operator(name, name, backend, input)
     return serve(input, len(shape), weight, bias, eps, weight_offset, out_dtype)  # type: ignore[no-any-return]
 
 
@@ -260,8 +259,10 @@ def add_layer_norm(
     """
     checks.dropout_p("add_layer_norm", "dropout_p", dropout_p)
     norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
-    stages = pre_activation, activation, dropout_p if training else 0.0, rounding
-    return _staged("add_layer_norm", input, residual, norm, stages, backend, group)
+    rows = {"input": input, "residual": residual}
+    options = {"pre_activation": pre_activation, "activation": activation, "rounding": rounding}
+    p = dropout_p if training else 0.0
+    return staged(add_layer_norm, rows, norm, options, backend, arrange=as_given, dropout_p=p, group=group)
 
 
 def add_rms_norm(
@@ -299,51 +300,7 @@ def add_rms_norm(
     """
     checks.dropout_p("add_rms_norm", "dropout_p", dropout_p)
     norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
-    stages = pre_activation, activation, dropout_p if training else 0.0, rounding
-    return _staged("add_rms_norm", input, residual, norm, stages, backend, group)
-
-
-def _staged(
-    verb: str, input: Tensor, residual: Tensor | None, norm: Norm, stages: _Stages, backend: str | None, group: Any
-) -> NormOutput:
-    """A norm with stages around it."""
-    normalized_shape, weight, bias, eps, weight_offset, out_dtype = norm
-    pre_activation, activation, dropout_p, rounding = stages
-    out_dtype, quantize = quantized.apart(out_dtype)
-    checks.rounding(verb, rounding)
-    pre = checks.activation(verb, "pre_activation", pre_activation)
-    post = checks.activation(verb, "activation", activation)
-    if not interop.is_tensor(input):
-        options: dict[str, Any] = {"pre_activation": pre_activation, "activation": activation, "rounding": rounding}
-        options |= {"group": group, "backend": backend}
-        if verb.startswith("add_"):
-            return served(globals()[verb], (input, residual), norm, dropout_p=dropout_p, **options)  # type: ignore[no-any-return]
-        return NormOutput(served(globals()[verb], (input,), norm, **options), input)
-    if residual is None and verb.startswith("add_"):
-        raise TypeError(f"`{verb}`: `residual` must be a tensor, got None; without one the verb is `{verb[4:]}`")
-    try:
-        rms = verb.endswith("rms_norm")
-        num_dims = num_normalized_dims(input, normalized_shape)
-        if not num_dims:
-            shape, eps = resolved(verb, input, norm)
-            num_dims = len(shape)
-        elif eps is None and rms:
-            eps = schemas.default_eps(input)
-        seed = eager.draw_seed(input.device) if dropout_p > 0.0 else None
-        serve = operator(verb, "staged_row_norm", backend, input, residual)
-        if group is not None:
-            from kernel_fusion.distributed import hidden
-
-            serve = hidden.operator_of_columns(verb, backend or state.backend, group, input)
-        affine = num_dims, weight, bias, eps, weight_offset, out_dtype, rms
-        args: tuple[Any, ...] = (input, residual, *affine, pre, post, dropout_p, seed)
-        if rounding_for(rounding, (input if residual is None else residual).dtype) != "once":
-            args = *args, rounding  # the default costs less where it is left out
-        if quantize is not None:
-            if group is not None:
-                raise checks.refusal(verb, "out_dtype", "group")
-            return NormOutput(*quantized.norm(verb, quantize, backend, args, None, input.shape))  # type: ignore[arg-type]
-        return NormOutput(*serve(*args))
-    except checks.REFUSALS as error:
-        explain_norm(verb, error, {"input": input, "residual": residual}, norm, group=group)
-        raise
+    rows = {"input": input, "residual": residual}
+    options = {"pre_activation": pre_activation, "activation": activation, "rounding": rounding}
+    p = dropout_p if training else 0.0
+    return staged(add_rms_norm, rows, norm, options, backend, arrange=as_given, dropout_p=p, group=group)

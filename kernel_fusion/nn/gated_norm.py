@@ -1,7 +1,5 @@
 """The gated RMSNorm of Mamba-2 and gated delta nets, as models have it: `forward(input, gate)`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

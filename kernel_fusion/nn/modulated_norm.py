@@ -1,7 +1,5 @@
 """The modulated LayerNorm of diffusion transformers: `forward(input, scale, shift)`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ So the constructor, the state dict, `extra_repr`, `isinstance` checks and initia
 `forward` is ours, and the keyword-only extras, which `stages.Stages` holds.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -68,7 +66,18 @@ class FusedLayerNorm(Stages, nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input`; under CUDA autocast the result is float32, as with `torch.nn.LayerNorm`."""
-        return self._norm(layer_norm, input, bias=self.bias)
+        return layer_norm(
+            input,
+            self.normalized_shape,
+            self.weight,
+            self.bias,
+            self.eps,
+            pre_activation=self.pre_activation,
+            activation=self.activation,
+            weight_offset=self.weight_offset,
+            out_dtype=self.out_dtype,
+            rounding=self.rounding,
+        )
 
 
 class FusedRMSNorm(Stages, nn.RMSNorm):
@@ -116,7 +125,17 @@ class FusedRMSNorm(Stages, nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise `x`; under CUDA autocast the dtype is that of PyTorch's norm."""
-        return self._norm(rms_norm, x)
+        return rms_norm(
+            x,
+            self.normalized_shape,
+            self.weight,
+            self.eps,
+            pre_activation=self.pre_activation,
+            activation=self.activation,
+            weight_offset=self.weight_offset,
+            out_dtype=self.out_dtype,
+            rounding=self.rounding,
+        )
 
 
 class FusedAddLayerNorm(AddStages, nn.LayerNorm):
@@ -177,7 +196,21 @@ class FusedAddLayerNorm(AddStages, nn.LayerNorm):
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> NormOutput:  # type: ignore[override]
         """Add `input`, after pre-activation and dropout, to `residual` if there is one, and normalise the sum."""
-        return self._add_norm(add_layer_norm, input, residual, bias=self.bias)
+        return add_layer_norm(
+            input,
+            self._stream(input, residual),
+            self.normalized_shape,
+            self.weight,
+            self.bias,
+            self.eps,
+            dropout_p=self.dropout,
+            training=self.training,
+            pre_activation=self.pre_activation,
+            activation=self.activation,
+            weight_offset=self.weight_offset,
+            out_dtype=self.out_dtype,
+            rounding=self.rounding,
+        )
 
 
 class FusedAddRMSNorm(AddStages, nn.RMSNorm):
@@ -224,4 +257,17 @@ class FusedAddRMSNorm(AddStages, nn.RMSNorm):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> NormOutput:  # type: ignore[override]
         """Add `x`, after pre-activation and dropout, to `residual` if there is one, and normalise the sum."""
-        return self._add_norm(add_rms_norm, x, residual)
+        return add_rms_norm(
+            x,
+            self._stream(x, residual),
+            self.normalized_shape,
+            self.weight,
+            self.eps,
+            dropout_p=self.dropout,
+            training=self.training,
+            pre_activation=self.pre_activation,
+            activation=self.activation,
+            weight_offset=self.weight_offset,
+            out_dtype=self.out_dtype,
+            rounding=self.rounding,
+        )

@@ -1,7 +1,5 @@
 """A linear layer with its activation, and what may follow one: bias, activation and dropout, a gated activation."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The norm and rotary embedding of query and key, as a module."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Softmax as a module."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from kernel_fusion.functional import softmax

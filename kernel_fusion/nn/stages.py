@@ -1,10 +1,14 @@
-"""What the modules have in common, and the keyword-only extras of the norms."""
+"""What the modules have in common, and the keyword-only extras of the norms.
+
+The files of the modules themselves do without `from __future__ import annotations`: `torch.fx` cannot save a graph of a
+`forward` whose annotations are text.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +18,6 @@ from kernel_fusion.core import checks
 from kernel_fusion.functional.interop import refuse_script
 
 Shape = int | Sequence[int] | torch.Size
-_Result = TypeVar("_Result")
 
 
 class Fused(nn.Module):
@@ -61,7 +64,6 @@ class Stages(Fused):
 
     if TYPE_CHECKING:
         weight: nn.Parameter
-        eps: Any
         normalized_shape: tuple[int, ...]
     weight_offset: float = 0.0
     pre_activation: str | None = None
@@ -85,21 +87,6 @@ class Stages(Fused):
         checks.rounding(kind, self.rounding)
         super().__init__(shape, eps, affine, *others)
         self._keep_out_of_fast_paths()
-
-    def _norm(self, verb: Callable[..., _Result], *rows: Tensor, **others: Any) -> _Result:
-        """What a verb makes of these rows, with the parameters and extras of this module."""
-        return verb(
-            *rows,
-            self.normalized_shape,
-            weight=self.weight,
-            eps=self.eps,
-            pre_activation=self.pre_activation,
-            activation=self.activation,
-            weight_offset=self.weight_offset,
-            out_dtype=self.out_dtype,
-            rounding=self.rounding,
-            **others,
-        )
 
     def _stages(self) -> dict[str, Any]:
         """The extras by name; a false one is not set."""
@@ -141,11 +128,6 @@ class AddStages(Stages):
     def _set_dropout(self, dropout: float) -> None:
         checks.dropout_p(type(self).__name__, "dropout", dropout)
         self.dropout = dropout
-
-    def _add_norm(self, verb: Callable[..., _Result], input: Tensor, residual: Tensor | None, **others: Any) -> _Result:
-        """The norm of the sum; where a stream begins, of a sum with a residual of zeros."""
-        options = {"dropout_p": self.dropout, "training": self.training}
-        return self._norm(verb, input, self._stream(input, residual), **options, **others)
 
     def _stages(self) -> dict[str, Any]:
         return {"dropout": self.dropout} | super()._stages()
