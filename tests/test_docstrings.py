@@ -31,7 +31,8 @@ def _modules_with_examples() -> Iterator[str]:
     """The names of the package's modules that have one."""
     root = Path(kf.__file__).parent
     for path in sorted(root.rglob("*.py")):
-        if ">>>" in path.read_text(encoding="utf-8"):
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        if any(line.startswith((">>> ", "@documented(")) for line in lines):
             yield ".".join(path.relative_to(root.parent).with_suffix("").parts).removesuffix(".__init__")
 
 

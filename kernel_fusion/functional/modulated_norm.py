@@ -24,8 +24,6 @@ from kernel_fusion.functional.staged_norm import Norm, num_normalized_dims, reso
 from kernel_fusion.operators import schemas
 from kernel_fusion.operators.dispatch import expandable
 
-_EPS = (float, type(None))
-
 
 def modulated_layer_norm(
     input: Tensor,
@@ -227,7 +225,7 @@ def _modulated(
     """The tensors of the operator, with scale and shift as weight and bias, and the residual's gate as a stage."""
     input, residual, scale, gate = rows["input"], rows.get("residual"), options["scale"], options.get("gate")
     vectors: Sequence[Tensor | None] = (scale, options["shift"], gate)
-    if _are_usual(input, residual, norm, vectors):
+    if _are_usual(verb, input, residual, norm, vectors):
         if input.shape[0] == 1:  # one sample, whose vectors are those of all rows
             vectors = [p if p is None else p.reshape(input.shape[2:]) for p in vectors]
         else:
@@ -253,12 +251,14 @@ def _modulated(
     return (input, residual, scale), (input, residual, len(shape), weight, bias, eps, offset)
 
 
-def _are_usual(input: Tensor, residual: Tensor | None, norm: Norm, vectors: Sequence[Tensor | None]) -> bool:
+def _are_usual(verb: str, input: Tensor, residual: Tensor | None, norm: Norm, vectors: Sequence[Tensor | None]) -> bool:
     """Whether the operator takes all tensors as they are: of one dtype and device, vectors of samples, (B, 1, N)."""
     normalized_shape, weight, bias, eps, weight_offset, out_dtype = norm
     if weight is not None or bias is not None or weight_offset != 0.0 or out_dtype is not None:
         return False
-    if num_normalized_dims(input, normalized_shape) != 1 or type(eps) not in _EPS or vectors[0] is None:
+    if num_normalized_dims(input, normalized_shape) != 1 or vectors[0] is None:
+        return False
+    if type(eps) is not float and (eps is not None or verb.endswith("layer_norm")):
         return False
     size = input.shape
     if len(size) != 3 or is_compiling():  # whose sizes may be symbols

@@ -20,10 +20,6 @@ Raises:
 
 from __future__ import annotations
 
-from kernel_fusion.functional import interop
 from kernel_fusion.kernels import elementwise, fusion, reduction
 
 __all__ = ["elementwise", "fusion", "reduction"]
-
-for _kind in (elementwise, fusion, reduction):
-    interop.keep_from_scripts(vars(_kind))

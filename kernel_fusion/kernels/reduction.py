@@ -6,47 +6,29 @@ from torch import Tensor
 
 from kernel_fusion.functional import mean_abs as _mean_abs
 from kernel_fusion.functional import sum_squared as _sum_squared
+from kernel_fusion.functional.named import documented
 from kernel_fusion.kernels.demands import admit
 
+_OVER = " over one dimension of a contiguous floating-point tensor."
+_ARGUMENTS = """Args:
+    input: x.
+    dim: the dimension, an int; it is not kept.
 
+Returns:
+    Tensor without dimension `dim`, of the input's dtype, detached.
+
+Raises:
+    TypeError: `dim` is not an int; else as `kernel_fusion.kernels` says."""
+
+
+@documented("sum_squared", "The sum of squares" + _OVER, _ARGUMENTS)
 def sum_squared(input: Tensor, dim: int = -1) -> Tensor:
-    r"""The sum of squares over one dimension of a contiguous floating-point tensor.
-
-    .. math:: y = \sum_i x_i^2
-
-    Args:
-        input: x.
-        dim: the dimension, an int; it is not kept.
-
-    Returns:
-        Tensor without dimension `dim`, of the input's dtype, detached.
-
-    Raises:
-        TypeError: `dim` is not an int; else as `kernel_fusion.kernels` says.
-
-    Example:
-        >>> import torch, kernel_fusion as kf
-        >>> x = torch.randn(4, 8)
-        >>> torch.allclose(kf.kernels.reduction.sum_squared(x), x.square().sum(-1))
-        True
-    """
     backend, (input,) = admit("reduction.sum_squared", input=input)
     return _sum_squared(input, _checked_dim("sum_squared", dim), backend=backend)
 
 
+@documented("mean_abs", "The mean of absolute values" + _OVER, "Args, returns, raises: as :func:`sum_squared`.")
 def mean_abs(input: Tensor, dim: int = -1) -> Tensor:
-    r"""The mean of absolute values over one dimension of a contiguous floating-point tensor.
-
-    .. math:: y = \frac{1}{n} \sum_i |x_i|
-
-    Args, returns, raises: as :func:`sum_squared`.
-
-    Example:
-        >>> import torch, kernel_fusion as kf
-        >>> x = torch.randn(4, 8)
-        >>> torch.allclose(kf.kernels.reduction.mean_abs(x), x.abs().mean(-1))
-        True
-    """
     backend, (input,) = admit("reduction.mean_abs", input=input)
     return _mean_abs(input, _checked_dim("mean_abs", dim), backend=backend)
 
