@@ -14,7 +14,7 @@ from kernel_fusion.functional.interop import refuse_script
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _PAIR, _ROWS = "a, b = torch.randn(2, 4, 8)", "x = torch.randn(4, 8)"
-# By the name in `kernels`: the formula, and the lines of the example, in which `{f}` is the function.
+# The formula of each operation, by its name in `kernels`, and the lines of the example, in which `{f}` is the function.
 _OPERATIONS = {
     "add_relu": (r"y = \max(a + b, 0)", [_PAIR, "torch.allclose({f}(a, b), torch.relu(a + b))"]),
     "mul_tanh": (r"y = \tanh(a \cdot b)", [_PAIR, "torch.allclose({f}(a, b), torch.tanh(a * b), atol=1e-6)"]),

@@ -49,7 +49,7 @@ def _flag(verb: str, name: str, value: bool) -> bool:
     return value
 
 
-# By the name of an option that is a stage: what a call without the stage gives, and the check of other values.
+# What a call without a stage gives for its option, by the name of the option, and the check of other values.
 _OPTIONS: dict[str, tuple[Any, Callable[[str, str, Any], Any]]] = {
     each.name: (None, checks.activation) if each.default == IDENTITY else (each.default, _rounding)
     for each in ARGUMENTS
