@@ -50,6 +50,18 @@ def arguments(verb: str, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (x,), {}
 
 
+def test_what_a_notebook_shows_is_the_text() -> None:
+    """A report that is a cell's last expression shows its text, not its fields."""
+    linear, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
+    shown = [
+        repr(kf.patch(torch.nn.Sequential(linear, torch.nn.LayerNorm(4)))),
+        repr(kf.explain(kf.layer_norm, x, (4,))),
+        repr(kf.bench.compare({"linear": linear, "again": linear}, x, quick=True)),
+    ]
+    starts = ("Sequential: 1 modules replaced, 0 left\n", "backend: ", "linear, forward: ")
+    assert all(text.startswith(start) for text, start in zip(shown, starts, strict=True)), shown
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb(verb: str, target: Target) -> None:
     """A call with nothing unusual takes the kernels; a request for the definition takes that."""

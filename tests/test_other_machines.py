@@ -178,19 +178,17 @@ class _Kernel:
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_options_of_nvidias_devices(traced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chained launch and a bound on registers are asked of Triton where they are wanted; Inductor knows neither."""
+    """A bound on registers is asked of Triton where it is wanted; Inductor does not know it."""
     kernel = _Kernel()
     seen = _Kernel() if traced else kernel
     monkeypatch.setattr(launch, "INTERPRETED", False)
     monkeypatch.setattr(torch.library, "wrap_triton", lambda kernel: seen)
     x = torch.zeros(1)
     constants = SumPartials(wide=False, rows=1, block=16, pair=False, many=False)
-    chained = replace(constants, chained=True)
-    launch.launch(kernel, (1,), x, constants=chained, warps=8, registers=128)
-    extra = {} if traced else {"launch_pdl": True, "maxnreg": 128}
-    assert seen.options == {"C": constants if traced else chained, "num_warps": 8, **extra}
-    launch.launch(kernel, (1,), x, constants=constants, warps=4)
-    assert seen.options == {"C": constants, "num_warps": 4}
+    for registers in (128, None):
+        launch.launch(kernel, (1,), x, constants=constants, warps=8, registers=registers)
+        bound = {} if traced or registers is None else {"maxnreg": registers}
+        assert seen.options == {"C": constants, "num_warps": 8, **bound}
 
 
 def _norm(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:

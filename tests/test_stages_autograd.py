@@ -27,6 +27,7 @@ STAGES: dict[str, Options] = {
     "dropout": {"dropout_p": 0.3},
     "all": {"pre_activation": "silu", "activation": "tanh", "dropout_p": 0.3},
 }
+_SUMS = "add", "post"  # h = residual + x, so no kernel computes the gradients of both from that of h
 CASES = [(verb, name) for verb, name in product(VERBS, STAGES) if verb in ADD_VERBS or name in ("pre", "post")]
 each_case = pytest.mark.parametrize(("verb", "stages"), CASES)
 each_add_case = pytest.mark.parametrize(("verb", "stages"), list(product(ADD_VERBS, STAGES)))
@@ -58,7 +59,7 @@ def test_gradgradcheck(verb: str, stages: str) -> None:
     """The gradients' gradients are those of finite differences, for both cotangents too."""
     tensors = make(verb, (3, 5), F64)
     # A differentiated backward is the definition, by design, but what lies behind h is the node's own affair.
-    with CPU.ran(forward=None, backward=None if verb in ADD_VERBS else 0):
+    with CPU.ran(forward=None, backward=None if verb in ADD_VERBS and stages not in _SUMS else 0):
         assert torch.autograd.gradgradcheck(function_of(verb, CPU, **STAGES[stages]), tensors)
 
 
@@ -107,7 +108,7 @@ def test_one_result_used(verb: str, stages: str, used: int) -> None:
     """If only y or only h is used, the other's gradient counts as zero; h alone leaves weight and bias without any."""
     tensors = make(verb, (7, 255), BF16, F32)
     function = function_of(verb, CPU, **STAGES[stages])
-    with CPU.ran(forward=1, backward=2):
+    with CPU.ran(forward=1, backward=1 if used == 1 and stages in _SUMS else 2):
         outputs = function(*tensors)
         grads = cotangents(list(outputs))
         grads[1 - used].zero_()
@@ -163,16 +164,28 @@ def test_the_gradient_of_h_is_whole(verb: str, stages: str, watch: Callable[...,
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize(("watched", "launches"), [(False, 1), (True, 2)])
+@pytest.mark.parametrize(("watched", "dropout_p", "launches"), [(False, 0.25, 1), (True, 0.25, 2), (True, 0.0, 1)])
 @each_add_verb
-def test_both_gradients_take_one_launch(verb: str, launches: int, watched: bool) -> None:
-    """The norm's part of the gradient of h is computed apart only where somebody sees that gradient."""
+def test_both_gradients_take_one_launch(verb: str, launches: int, dropout_p: float, watched: bool) -> None:
+    """The norm's part of the gradient of h is computed apart only where somebody sees it, and a sum's by no kernel."""
     leaves = make(verb, (5, 16))
     with CPU.ran(forward=1, backward=launches):
-        y, h = call(verb, *leaves, backend="cpu", dropout_p=0.25)
+        y, h = call(verb, *leaves, backend="cpu", dropout_p=dropout_p)
         if watched:
             h.retain_grad()
         torch.autograd.backward([y, h], cotangents([y, h]))
+
+
+@each_add_verb
+def test_the_sum_of_a_row_without_a_norm_has_a_gradient(verb: str) -> None:
+    """If h alone is used, its gradient reaches x and the residual as it is, even where the norm of the row is NaN."""
+    tensors = make(verb, (2, 16), BF16, F32)
+    with torch.no_grad():
+        tensors[0][0, 3] = float("inf")
+    h = call(verb, *tensors, backend="cpu")[1]
+    (dh,) = cotangents([h])
+    dx, dresidual = torch.autograd.grad(h, tensors[:2], dh)
+    assert_equal([dx, dresidual], [dh.to(dx.dtype), dh])
 
 
 @each_add_verb

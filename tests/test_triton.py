@@ -61,9 +61,9 @@ class SteppedNormCase(RowNormCase):
 
 
 # Grid rationale. The quick list of `verify` has every verb, activation and dtype, at lengths with and without a tail;
-# the rest are ways of this backend alone: rows in pieces, with a tail; in slices, with and without one, with a mean far
-# from zero and with stages; those that backward reads again; rows that are looped over in either direction, in each
-# family, with a gate; up to three strides of rows, and more; columns of bias summed in tiles; sections of reductions.
+# the rest are ways of this backend alone: rows in pieces, with and without a tail, with a mean far from zero and with
+# stages; rows that are looped over in one direction alone and in both, in each family, with a gate; up to three strides
+# of rows, and more; columns of bias summed in tiles; sections of reductions.
 def _own_cases() -> Iterator[Case]:
     stages = {"pre_activation": "gelu", "activation": "silu", "dropout_p": 0.125}
     yield RowNormCase("layer_norm", (5, 1500), F32, weight=F32, bias=F32)
@@ -409,22 +409,20 @@ def test_explain(name: str) -> None:
 )
 @pytest.mark.parametrize("warp_size", [32, 64])
 @pytest.mark.parametrize("itemsize", [2, 4, 8])
-@pytest.mark.parametrize("rms", [False, True])
 @pytest.mark.parametrize("staged", [False, True])
-def test_plans_fit(cols: int, warp_size: int, itemsize: int, rms: bool, staged: bool) -> None:
+def test_plans_fit(cols: int, warp_size: int, itemsize: int, staged: bool) -> None:
     """Up to 8 blocks, powers of two, hold a row, or it is looped over; a program has 1024 threads at most."""
     plans = [
-        plan.norm_forward(cols, itemsize, rms),
-        plan.norm_backward(cols, itemsize, rms, staged, 3 * itemsize, 232448),
+        plan.norm_forward(cols, itemsize),
+        plan.norm_backward(cols, itemsize, staged),
         plan.softmax_backward(cols, itemsize == 8),
         plan.norm_columns(itemsize),
         plan.columns(cols),
-        plan.chain(cols),
+        plan.pointwise(cols),
     ]
     for one in plans:
         assert one.block & (one.block - 1) == 0
-        assert one.block % (64 * one.slices) == 0 or one.slices == 1
-        assert plan.Device(1, warp_size).warps(one.warps) * warp_size <= 1024
+        assert plan.DeviceLimits(1, warp_size).warps(one.warps) * warp_size <= 1024
     for one in plans[:3]:
         assert one.pieces <= 8
         assert one.looped or one.pieces * one.block >= cols > (one.pieces - 1) * one.block
@@ -432,12 +430,12 @@ def test_plans_fit(cols: int, warp_size: int, itemsize: int, rms: bool, staged: 
 
 def test_persistent_programs_fit_beside_each_other() -> None:
     """Registers are bounded where several programs share a multiprocessor and would otherwise take too many."""
-    device = plan.Device(132, 32, 232448, registers=65536, chained=True)
-    two = plan.norm_backward(4096, 2, False, False, 6, device.shared_bytes)
+    device = plan.DeviceLimits(132, 32, registers=65536)
+    two = plan.norm_backward(4096, 2, False)
     assert device.registers_of(two) == 128
-    assert device.registers_of(plan.norm_backward(8192, 2, False, False, 6, device.shared_bytes)) is None
-    assert device.registers_of(plan.norm_backward(256, 4, False, False, 12, device.shared_bytes)) is None
-    assert plan.Device(304, 64).registers_of(two) is None
+    assert device.registers_of(plan.norm_backward(8192, 2, False)) is None
+    assert device.registers_of(plan.norm_backward(256, 4, False)) is None
+    assert plan.DeviceLimits(304, 64).registers_of(two) is None
 
 
 # Grid rationale. Heads that turn in part and whole, odd and long ones, whose tiles are of few.
@@ -459,77 +457,11 @@ def test_tiles_of_heads(cols: int, half: int, heads: tuple[int, int]) -> None:
 )
 def test_how_many_programs_walk_through_the_rows(rows: int, wanted: int, of_four: int) -> None:
     """One for each tile of 4 rows, then for every other; partial sums of more would cost more than they gain."""
-    device = plan.Device(132, 32, 232448, registers=65536, chained=True)
-    layout = plan.norm_backward(512, 2, False, False, 6, device.shared_bytes)
+    device = plan.DeviceLimits(132, 32, registers=65536)
+    layout = plan.norm_backward(512, 2, False)
     assert (layout.rows, layout.resident) == (4, 8)
     assert device.programs(layout, rows) == wanted
     assert device.programs(layout, rows, beside=4) == of_four
-
-
-# Grid rationale. Rows that share a program, of one warp, of several, and read a chunk at a time.
-@pytest.mark.parametrize(
-    ("cols", "itemsize", "wanted"),
-    [(512, 4, False), (768, 4, False), (1024, 2, False), (1024, 4, True), (2048, 2, True), (65536, 2, True)],
-)
-def test_which_programs_let_the_next_kernel_start(cols: int, itemsize: int, wanted: bool) -> None:
-    """Programs of several warps with a row to themselves do."""
-    assert plan.norm_forward(cols, itemsize, False).releases is wanted
-
-
-@pytest.mark.parametrize(
-    ("cols", "itemsize", "wanted"),
-    [(256, 2, True), (512, 2, True), (8192, 2, True), (16384, 2, False), (16384, 4, True), (65536, 4, False)],
-)
-def test_which_persistent_programs_are_chained(cols: int, itemsize: int, wanted: bool) -> None:
-    """Programs that keep their rows are."""
-    assert plan.norm_backward(cols, itemsize, False, False, 3 * itemsize, 232448).chained is wanted
-
-
-def _chain_of_norms(settle: Callable[[], None]) -> list[Tensor]:
-    """Norms in which each reads what the one before wrote last, or overwrites what it read; `settle` after each."""
-    torch.manual_seed(0)
-    found = []
-    for rows, cols, dtype in ((20000, 1024, BF16), (4000, 4096, BF16), (9000, 384, F32), (700, 12288, F32)):
-        x, w = torch.randn(rows, cols, dtype=dtype, device=DEVICE), torch.randn(cols, dtype=dtype, device=DEVICE)
-        for _ in range(10):
-            y = kf.layer_norm(x, cols, w, backend="triton")
-            settle()
-            last = kf.rms_norm(y[-3:], cols, w, backend="triton").requires_grad_()
-            settle()
-            x = y.detach().requires_grad_()
-            z = kf.rms_norm(x, cols, w, backend="triton")
-            settle()
-            (dx,) = torch.autograd.grad(z, x, y)
-            settle()
-            few = kf.layer_norm(last, cols, w.requires_grad_(), w, backend="triton")
-            grads = torch.autograd.grad(few, [last, w], dx[-3:])
-            settle()
-            w = w.detach()
-            found += [last.detach(), *grads]
-            x = dx.add_(z.detach())
-    return found
-
-
-@pytest.mark.skipif(DEVICE != "cuda", reason="launches overlap on a GPU")
-def test_kernels_that_overlap_see_what_came_before() -> None:
-    """The bits are those of launches that wait for each other, launched at once and replayed as a graph."""
-    alone = _chain_of_norms(torch.cuda.synchronize)
-    at_once = _chain_of_norms(lambda: None)
-    assert all(map(torch.equal, alone, at_once))
-    graph = torch.cuda.CUDAGraph()
-    x, w = torch.randn(20000, 1024, device=DEVICE), torch.randn(1024, device=DEVICE)
-
-    def few() -> Tensor:
-        y = kf.layer_norm(x, 1024, w, backend="triton")
-        return kf.rms_norm(y[-3:], 1024, w, backend="triton")
-
-    expected = few()
-    with torch.cuda.graph(graph):
-        captured = few()
-    for _ in range(20):
-        captured.zero_()
-        graph.replay()
-        assert torch.equal(captured, expected)
 
 
 _FIRST_USE = """

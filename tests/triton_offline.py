@@ -1,18 +1,16 @@
 """Compiles, for one GPU that need not be there, every kernel of the Triton backend as the operators launch it.
 
 Run by test_triton_offline.py in a process of its own, without Triton's interpreter: `triton_offline.py BACKEND ARCH`,
-then `each`, once each kernel in bf16; or `values` or `pairs`: as many dtypes, activations and lengths as give each
-kernel every type and constant once, or every pair of them.
+then `each`, once each kernel in bf16; or `values`, `pairs` or `all`: as many dtypes, activations and lengths as give
+each kernel every type and constant once, every pair of them, or all that are listed here.
 The operators are called on CPU tensors with `launch` replaced by a recorder, so constants and types are those of real
-calls. Prints one JSON line per kernel: its name, whether it loops over a row, the size of the machine code, the bytes
-of shared memory that it takes beyond what the device has (none, if the plan is right), and how often it touches global
-memory before it waits for the kernel launched before it (never; null where it does not wait).
+calls. Prints one JSON line per kernel: its name, whether it loops over a row, the size of the machine code, and the
+bytes of shared memory that it takes beyond what the device has (none, if the plan is right).
 """
 
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -50,14 +48,13 @@ _TYPES = {
     torch.bool: "*i1",
     torch.uint8: "*u8",
 }
-# AMD's shared memory, of 64 KB, is not used for fetching ahead.
 _DEVICES = {
-    "80": plan.Device(108, 32, 166912, 65536),
-    "90": plan.Device(132, 32, 232448, 65536, chained=True, rounds_float8=True),
-    "100": plan.Device(148, 32, 232448, 65536, chained=True, rounds_float8=True),
-    "gfx942": plan.Device(304, 64),
+    "80": plan.DeviceLimits(108, 32, 65536),
+    "90": plan.DeviceLimits(132, 32, 65536, rounds_float8=True),
+    "100": plan.DeviceLimits(148, 32, 65536, rounds_float8=True),
+    "gfx942": plan.DeviceLimits(304, 64),
 }
-_AMD_SHARED_BYTES = 65536
+_SHARED_BYTES = {"80": 166912, "90": 232448, "100": 232448, "gfx942": 65536}
 # Constants that make another kernel of one.
 _KINDS = ("looped", "codes", "columns", "joined", "backward")
 
@@ -72,7 +69,7 @@ class Launch(NamedTuple):
     constants: Constants
 
 
-def record(calls: Callable[[], None], device: plan.Device = _DEVICES["90"]) -> list[Launch]:
+def record(calls: Callable[[], None], device: plan.DeviceLimits = _DEVICES["90"]) -> list[Launch]:
     """The launches that `calls` would make on a device."""
     launches: list[Launch] = []
 
@@ -169,14 +166,8 @@ def chosen(launches: list[Launch], strength: int) -> list[Launch]:
     return [launches[index] for index in covering(rows, strength)]
 
 
-def early_accesses(ptx: str) -> int | None:
-    """How many instructions that touch global memory precede the wait for the previous kernel, if there is one."""
-    before, wait, _ = ptx.partition("griddepcontrol.wait")
-    return len(re.findall(r"\b(?:(?:ld|st|atom|red)\.[a-z0-9_.:]*global|cp\.async)", before)) if wait else None
-
-
-def compile_for(target: GPUTarget, launch: Launch) -> tuple[int, int, int | None]:
-    """The size of the machine code, the bytes of shared memory, and the accesses before the wait."""
+def compile_for(target: GPUTarget, launch: Launch) -> tuple[int, int]:
+    """The size of the machine code, and the bytes of shared memory."""
     parameters = signature(launch)
     names = list(launch.kernel.arg_names)
     source = ASTSource(
@@ -189,12 +180,9 @@ def compile_for(target: GPUTarget, launch: Launch) -> tuple[int, int, int | None
     if target.backend == "hip":
         assert launch.registers is None
         code = triton.compile(source, target=target, options=options)
-        return len(code.asm["hsaco"]), code.metadata.shared, None
-    chained = launch.constants.chained
-    code = triton.compile(source, target=target, options=options | {"maxnreg": launch.registers, "launch_pdl": chained})
-    waited = early_accesses(code.asm["ptx"])
-    assert (waited is not None) == chained, launch
-    return len(code.asm["cubin"]), code.metadata.shared, waited
+        return len(code.asm["hsaco"]), code.metadata.shared
+    code = triton.compile(source, target=target, options=options | {"maxnreg": launch.registers})
+    return len(code.asm["cubin"]), code.metadata.shared
 
 
 def gated(rows: int, cols: int, dtype: torch.dtype) -> None:
@@ -288,7 +276,7 @@ def all_launches(arch: str) -> list[Launch]:
     for cols, dtype in ((320, torch.float16), (4096, torch.bfloat16), (40000, torch.bfloat16), (2048, torch.float32)):
         launches += recorded(partial(quantized, 3, cols, dtype))
     if arch == "90":
-        # Rows in slices; in pieces, fetched ahead; with 16 warps; the longest that are; and those that are read again.
+        # Rows in pieces, with 16 warps, and the longest that are kept or looped over in one direction alone.
         launches += recorded(lambda: norms(3, 3000, torch.bfloat16))
         for cols in (4096, 5120, 16384):
             launches += recorded(partial(norms, 3, cols, torch.float32))
@@ -320,12 +308,11 @@ def main(backend: str, arch: str, which: str) -> None:
     fallback.define_triton()
     cuda = backend == "cuda"
     device = _DEVICES[arch]
-    shared = device.shared_bytes or _AMD_SHARED_BYTES
     launches = [*distinct(each_kernel(arch) if which == "each" else all_launches(arch))]
-    for launch in launches if which == "each" else chosen(launches, {"values": 1, "pairs": 2}[which]):
-        size, taken, early = compile_for(GPUTarget(backend, int(arch) if cuda else arch, device.warp_size), launch)
+    for launch in launches if which in ("each", "all") else chosen(launches, {"values": 1, "pairs": 2}[which]):
+        size, taken = compile_for(GPUTarget(backend, int(arch) if cuda else arch, device.warp_size), launch)
         looped = getattr(launch.constants, "looped", False)
-        print(json.dumps([launch.kernel.fn.__name__, looped, size, max(0, taken - shared), early]))
+        print(json.dumps([launch.kernel.fn.__name__, looped, size, max(0, taken - _SHARED_BYTES[arch])]))
 
 
 if __name__ == "__main__":

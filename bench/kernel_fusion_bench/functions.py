@@ -17,7 +17,7 @@ from kernel_fusion_bench.units import number, time_unit
 from kernel_fusion_bench.workloads import DIRECTIONS, Direction, Inputs
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Times:
     """The result of `compare`; print it.
 
@@ -38,7 +38,7 @@ class Times:
             return theirs.median_ms / ours.median_ms
         raise ValueError(f"{name} and {self.baseline} were not both timed: {ours}, {theirs}")
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:

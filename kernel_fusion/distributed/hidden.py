@@ -4,8 +4,9 @@ Forward adds up the moments of the rows' parts, backward two sums of each row, w
 column leaves its rank, and the gradients of weight and bias are those of the rank's columns. Sums travel as float64:
 then S = sum of n mean and Q = sum of (M2 + n mean^2) over the ranks give M2 = Q - S^2 / n, which is Chan's formula for
 merging (count, mean, M2), without the loss of digits that it would have in float32; and sums of a few float32 numbers
-are as a rule exact, in whatever order a collective adds them. LayerNorm of float64 would lose them, too, and takes a
-second all-reduce forward (core/moments.py).
+are as a rule exact, in whatever order a collective adds them. LayerNorm of float64 would lose them, too. So there a
+first all-reduce finds a number near the mean of each row, and everything else is done with what is left when that is
+subtracted; a second one adds up the moments of that.
 
 On a GPU the local arithmetic is that of the Triton kernels, two in each direction. Elsewhere, and without Triton, it is
 PyTorch operations in the compute type, except the sum of squares.
@@ -27,7 +28,6 @@ from kernel_fusion.backends import eager
 from kernel_fusion.backends.availability import is_dtensor, refusal, why_not_triton
 from kernel_fusion.core import checks
 from kernel_fusion.core.autocast import norm_dtype
-from kernel_fusion.core.moments import merged
 from kernel_fusion.core.spec import Stages, cast, compute_dtype, summed
 from kernel_fusion.core.stages import NormCall, compiled_in, norm_call, rows_in
 from kernel_fusion.errors import BackendUnavailableError
@@ -120,6 +120,8 @@ class _JoinedNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor, weight: Tensor | None, bias: Tensor | None, norm: _Norm, groups: Groups) -> Tensor:
         """One all-reduce, two for LayerNorm of float64: of the count and each row's one number (RMSNorm) or two."""
+        if h.dtype == torch.float64 and not norm.rms:
+            h = h - _near_the_mean(h, norm, groups)
         mean, rstd, count = _statistics(h, norm, groups)
         ctx.norm, ctx.groups = norm, groups
         ctx.save_for_backward(h, weight, bias, mean, rstd, count)
@@ -151,8 +153,7 @@ class _JoinedNorm(torch.autograd.Function):
 
 def _statistics(h: Tensor, norm: _Norm, groups: Groups) -> tuple[Tensor | None, Tensor, Tensor]:
     """mean (LayerNorm's) and rstd of the rows, in the compute type, and how many columns they have."""
-    columns = math.prod(h.shape[h.dim() - norm.num_dims :])
-    count = torch.full((), columns, dtype=torch.float64, device=h.device)
+    count, columns = _columns(h, norm)
     dtype = compute_dtype(h.dtype)
     if norm.rms:
         squares = torch.ops.kernel_fusion.reduce(h, norm.dims, True, "sum_squared", dtype)
@@ -161,16 +162,23 @@ def _statistics(h: Tensor, norm: _Norm, groups: Groups) -> tuple[Tensor | None, 
     wide = cast(h, dtype)
     center = wide.sum(norm.dims, keepdim=True) / max(columns, 1)
     m2 = cast((wide - center).square().sum(norm.dims, keepdim=True), torch.float64)
-    if dtype == torch.float64:
-        parts = torch.cat([m2.flatten(), center.flatten(), count[None]])
-        moments, total = merged(partial(_all_reduce, groups), parts)
-        variance, mean, _ = moments.split([m2.numel(), m2.numel(), 1])
-        return mean.view(center.shape), torch.rsqrt(variance.view(center.shape) + norm.eps), total[0]
     center = cast(center, torch.float64)
     sums, squares, total = _all_reduced([center * count, m2 + count * center.square()], groups, count)
     mean = sums / total
     variance = (squares / total - mean.square()).clamp_min(0.0)
     return cast(mean, dtype), cast(torch.rsqrt(variance + norm.eps), dtype), total
+
+
+def _near_the_mean(h: Tensor, norm: _Norm, groups: Groups) -> Tensor:
+    """A number of each row from which its mean differs by rounding errors alone, the same on all ranks."""
+    sums, total = _all_reduced([h.sum(norm.dims, keepdim=True)], groups, _columns(h, norm)[0])
+    return sums / total
+
+
+def _columns(h: Tensor, norm: _Norm) -> tuple[Tensor, int]:
+    """How many columns of a row this rank has, also as a tensor."""
+    columns = math.prod(h.shape[h.dim() - norm.num_dims :])
+    return torch.full((), columns, dtype=torch.float64, device=h.device), columns
 
 
 def _all_reduced(sums: Sequence[Tensor], groups: Groups, *others: Tensor) -> list[Tensor]:

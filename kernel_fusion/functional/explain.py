@@ -22,7 +22,7 @@ from kernel_fusion.functional.staged_norm import sizes
 from kernel_fusion.operators.dispatch import obstacle
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """Which backend a call takes, and why the others do not.
 
@@ -37,7 +37,7 @@ class Explanation:
     reasons: dict[str, str]
     plan: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         lines = [f"backend: {self.backend}", *(f"  {line}" for line in self.plan)]
         lines += [f"not {name}: {reason}" for name, reason in self.reasons.items()]
         return "\n".join(lines)

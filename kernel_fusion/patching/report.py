@@ -16,7 +16,7 @@ class Line(NamedTuple):
     name: str
 
 
-@dataclass
+@dataclass(repr=False)
 class Report:
     """A table of what was replaced in a model, and what was left and why; print it.
 
@@ -42,7 +42,7 @@ class Report:
     seconds: float = 0.0
     done: str = "replaced"
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         head = f"{self.model}: {len(self.replaced)} modules {self.done}, {len(self.left)} left"
         head += f", {self.already} had been replaced before" if self.already else ""
         return "\n".join([head, *_table(self.done, self.replaced), *_table("left", self.left)])

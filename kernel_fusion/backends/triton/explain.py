@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from kernel_fusion.backends.triton import plan
-from kernel_fusion.core.activations import IDENTITY
-from kernel_fusion.core.spec import Stages, compute_dtype, torch_dtype
+from kernel_fusion.core.spec import Stages, compute_dtype
 from kernel_fusion.core.stages import compiled_in, of_verb
 
 
@@ -22,7 +21,7 @@ def plan_lines(verb: str, arguments: dict[str, Any]) -> tuple[str, ...]:
     wide = compute_dtype(first.dtype) == torch.float64
     if verb.endswith("norm"):
         shape = arguments["normalized_shape"]
-        return _norm_lines(verb, shape if isinstance(shape, int) else math.prod(shape), arguments, device)
+        return _norm_lines(shape if isinstance(shape, int) else math.prod(shape), arguments, device)
     if verb in ("softmax", "attention_scores"):
         cols = first.shape[arguments["dim"]] if verb == "softmax" else arguments["key"].shape[-2]
         layouts = plan.row_plan(cols, wide), plan.softmax_backward(cols, wide)
@@ -31,14 +30,14 @@ def plan_lines(verb: str, arguments: dict[str, Any]) -> tuple[str, ...]:
         return _rotary_lines(first, arguments, device)
     if verb in ("sum_squared", "mean_abs"):
         return (f"sections of {plan.ROW_SECTION} in a row, of {plan.COLUMN_SECTION} down the columns",)
-    return (f"forward, backward: {_shown(plan.chain(None), device)}, or rows where operands are broadcast",)
+    return (f"forward, backward: {_shown(plan.pointwise(None), device)}, or rows where operands are broadcast",)
 
 
-def _shown(layout: plan.Plan, device: plan.Device) -> str:
+def _shown(layout: plan.Plan, device: plan.DeviceLimits) -> str:
     return str(replace(layout, warps=device.warps(layout.warps)))
 
 
-def _rotary_lines(x: Tensor, arguments: dict[str, Any], device: plan.Device) -> tuple[str, ...]:
+def _rotary_lines(x: Tensor, arguments: dict[str, Any], device: plan.DeviceLimits) -> tuple[str, ...]:
     heads = arguments["unsqueeze_dim"]
     key = arguments.get("key")
     counts = x.shape[heads], 0 if key is None else key.shape[heads]
@@ -51,25 +50,14 @@ def _rotary_lines(x: Tensor, arguments: dict[str, Any], device: plan.Device) -> 
     return f"forward: {shown}", f"backward: {shown}, shared by {programs} programs where weights have gradients"
 
 
-def _norm_lines(verb: str, cols: int, arguments: dict[str, Any], device: plan.Device) -> tuple[str, ...]:
+def _norm_lines(cols: int, arguments: dict[str, Any], device: plan.DeviceLimits) -> tuple[str, ...]:
     x: Tensor = arguments["input"]
-    residual, weight, bias = (arguments.get(name) for name in ("residual", "weight", "bias"))
-    stages = Stages(**compiled_in(of_verb(arguments)))
-    h = x if residual is None else residual
+    residual = arguments.get("residual")
     group = arguments.get("group_size")
     cols, groups = (cols, arguments.get("groups", 1)) if group is None else (group, cols // group)
-    # Backward reads dy and h, with a residual dh, and what stages need; with a stage before the norm both rows twice.
-    dtypes = [arguments.get("out_dtype") or x.dtype, h.dtype]
-    dtypes += [] if residual is None else [h.dtype, x.dtype] if stages.pre_activation != IDENTITY else [h.dtype]
-    if stages.beside is not None:
-        row = torch_dtype(stages.beside)
-        dtypes += [row] if stages.follows else [row, h.dtype, row]
-    reads_bias = stages.activation != IDENTITY or stages.beside is not None
-    dtypes += [t.dtype for t, needed in ((weight, True), (bias, reads_bias)) if t is not None and needed]
-    sizes = sum(dtype.itemsize for dtype in dtypes), device.shared_bytes
-    itemsize = h.dtype.itemsize
-    backward = plan.norm_backward(cols, itemsize, "rms" in verb, stages.any, *sizes)
-    forward = plan.norm_forward(cols, x.dtype.itemsize, "rms" in verb)
+    itemsize = (x if residual is None else residual).dtype.itemsize
+    backward = plan.norm_backward(cols, itemsize, Stages(**compiled_in(of_verb(arguments))).any)
+    forward = plan.norm_forward(cols, x.dtype.itemsize)
     lines = f"forward: {_shown(forward, device)}", f"backward: {_shown(backward, device)}"
     samples = x.numel() // max(1, cols * groups)
     of_groups = "" if groups == 1 else f" for each of {groups} groups"

@@ -72,10 +72,16 @@ def _arguments(name: str, kind: Any) -> list[inspect.Parameter]:
 def launch(
     kernel: Any, grid: tuple[Any, ...], *args: Any, constants: Constants, warps: int, registers: int | None = None
 ) -> None:
-    """Launch `kernel` on its first tensor's device; None stands for an unused pointer.
+    """Launch `kernel` on the device of its first tensor.
 
-    A `chained` kernel starts while the one before it runs; `registers` limits a thread. Traced launches have neither:
-    Inductor cannot chain, and with Triton 3.6 the wait hides from it what a kernel writes.
+    Args:
+        kernel: A function that `constants.kernel` has decorated.
+        grid: The number of programs along each axis.
+        args: The kernel's tensors and numbers; None stands for a pointer that the kernel does not use.
+        constants: The constants that the kernel is compiled for.
+        warps: The warps of a program, each counted as 32 threads.
+        registers: The most registers of a thread, on NVIDIA devices; None for no bound. Inductor knows no such option,
+            so a traced launch has no bound.
     """
     name = kernel.fn.__name__
     launches[name] = launches.get(name, 0) + 1
@@ -86,26 +92,25 @@ def launch(
             kernel[grid](*pointers, C=constants)
         return
     wrapped = torch.library.wrap_triton(kernel)
-    options: dict[str, Any] = {}  # options of NVIDIA devices
-    if wrapped is not kernel:
-        constants = _for_inductor(constants)
-    else:
-        options |= {"launch_pdl": True} if constants.chained else {}
-        options |= {"maxnreg": registers} if registers else {}
+    traced = wrapped is not kernel
+    if traced:
+        constants = _without_symbols(constants)
+    options = {"maxnreg": registers} if registers and not traced else {}
     with _on(first.device):
         wrapped[grid](*pointers, C=constants, num_warps=plan.device_of(first.device).warps(warps), **options)
 
 
-def _for_inductor(constants: Constants) -> Constants:
-    """Not chained, and with numbers instead of symbols."""
+def _without_symbols(constants: Constants) -> Constants:
+    """The constants with numbers in place of symbols, as Inductor needs them."""
     values = {field.name: getattr(constants, field.name) for field in fields(constants)}
-    numbers = {name: guard_scalar(value) for name, value in values.items() if isinstance(value, py_sym_types)}
-    changes: dict[str, Any] = numbers | {"chained": False}
-    return replace(constants, **changes)
+    numbers: dict[str, Any] = {
+        name: guard_scalar(value) for name, value in values.items() if isinstance(value, py_sym_types)
+    }
+    return replace(constants, **numbers)
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes `device` current; tracing also works for an absent one."""
+    """A context in which `device` is current. Tracing also works for a device that is not there."""
     if device.type == "xpu" and torch.xpu.is_available():  # pragma: gpu
         return torch.xpu.device(device)
     if device.type == "cuda" and torch.cuda.is_available():  # pragma: gpu

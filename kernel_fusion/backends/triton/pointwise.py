@@ -99,7 +99,7 @@ class _Walk:
             size, numbers = self.rows.in_units(self.cols)
             count = self.rows.count
             constants |= {"simple": self.rows.simple, "unit": size}
-        layout = plan.chain(None if self.rows is None else self.cols)
+        layout = plan.pointwise(None if self.rows is None else self.cols)
         grid = (-(-self.cols // layout.block) * -(-count // layout.rows),)
         args = dy, self.a, self.b, seed, *results, *numbers, *self.steps
         launch(kernels.pointwise, grid, *args, constants=Constants.of(layout, **constants), warps=layout.warps)

@@ -71,7 +71,7 @@ def quantized_row_norm(
     cols = int(input.shape[-1])
     group = block if scale is None and cols > block else 0  # one block is a row
     layout = forward_plan(call)
-    if layout.looped or (group and layout.block // layout.slices % group):
+    if layout.looped or (group and layout.block % group):
         y, h, _ = forward(False, *call.arguments)
         return *quantize(y, dtype, scale, block), y if keeps else y.new_empty(0), h
     values, scales = _empty(input, dtype, scale, block)

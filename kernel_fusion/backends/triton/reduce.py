@@ -97,9 +97,8 @@ def sum_partials(partials: Tensor, programs: int, outputs: Sequence[Tensor], man
     They lie in a flat tensor: Inductor would copy one with a dimension of programs, whose number it cannot know.
     """
     cols, pair = outputs[0].numel(), len(outputs) == 2
-    device = plan.device_of(partials.device)
-    layout, wide = plan.partial_sums(), partials.dtype == torch.float64
-    constants = SumPartials.of(layout, pair=pair, many=many, wide=wide, chained=device.chained)
+    layout = plan.partial_sums()
+    constants = SumPartials.of(layout, pair=pair, many=many, wide=partials.dtype == torch.float64)
     grid = -(-cols // layout.block), len(outputs)
     args = partials, outputs[0], outputs[1] if pair else None, programs, cols
     launch(kernels.sum_partials, grid, *args, constants=constants, warps=layout.warps)

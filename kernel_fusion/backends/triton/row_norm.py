@@ -20,7 +20,7 @@ from kernel_fusion.backends.triton.reduce import sum_partials
 from kernel_fusion.core import checks, dropout
 from kernel_fusion.core.arguments import floating, is_seed, require
 from kernel_fusion.core.groups import Groups, groups_of
-from kernel_fusion.core.spec import ROWS, Stages, compute_dtype
+from kernel_fusion.core.spec import ROWS, compute_dtype
 from kernel_fusion.core.stages import (
     NAMES,
     TENSORS,
@@ -135,10 +135,10 @@ def _takes(
     return shapes and types and input.numel() > 0 and 0.0 <= stages.dropout_p <= 1.0
 
 
-def _are_statistics(stats: Tensor, h: Tensor, num_dims: int, rms: bool) -> bool:
+def _are_statistics(stats: Tensor, h: Tensor, num_dims: int, each: int) -> bool:
     rows = prod(h.shape[: h.dim() - num_dims])
     known = stats.dtype == compute_dtype(h.dtype) and stats.is_contiguous()
-    return known and checks.shaped((1 if rms else 2, rows), stats)
+    return known and checks.shaped((each, rows), stats)
 
 
 @operator("row_norm_fwd")
@@ -165,23 +165,26 @@ def require_forward(operator: str, c: NormCall) -> None:
 
 
 def forward_plan(c: NormCall) -> plan.Plan:
-    """How forward runs."""
-    return plan.norm_forward(prod(c.input.shape[c.input.dim() - c.num_dims :]), c.input.dtype.itemsize, c.rms)
+    """The plan of forward."""
+    return plan.norm_forward(prod(c.input.shape[c.input.dim() - c.num_dims :]), c.input.dtype.itemsize)
 
 
 def launch_forward(
     c: NormCall, results: Sequence[Tensor | None], layout: plan.Plan | None = None, **constants: Any
 ) -> None:
-    """Launch the kernel of forward, which fills `results`.
+    """Launch the kernel of forward.
 
-    A `layout` is for programs that have parts of rows, and are not chained.
+    Args:
+        c: The arguments of the norm.
+        results: y, h, the statistics and the codes, which the kernel fills; None for what it does not write.
+        layout: The plan, if programs share the columns of a row; otherwise `forward_plan` gives it.
+        constants: Constants of `RowNormForward` that this call sets.
     """
     other, residual = other_row(c.stages, c.residual), c.residual is not None
     call = _operands(c, [c.input] if other is None else [c.input, other], c.input.dtype == torch.float64)
-    chained = layout is None and plan.device_of(c.input.device).chained
     beside = 1 if layout is None else -(-call.cols // layout.block)
     layout = layout or forward_plan(c)
-    constants |= {"eps": c.eps, "has_residual": residual, "chained": chained, "releases": layout.releases}
+    constants |= {"eps": c.eps, "has_residual": residual}
     per_group = -(-call.numbers[0] // layout.rows) * beside
     call.launch(row_norm_fwd, RowNormForward, layout, results, per_group, **constants)
 
@@ -221,12 +224,12 @@ class Backward(NamedTuple):
         """One by one."""
         return *self[:-1], *self.stages
 
-    def require(self, operator: str, wants: Sequence[bool], *dtypes: torch.dtype | None) -> None:
-        """Raise unless the kernels take it, and can write gradients of these dtypes."""
+    def require(self, operator: str, wants: Sequence[bool], *dtypes: torch.dtype | None, shifted: bool = False) -> None:
+        """Raise unless the kernels take it, and can write gradients of these dtypes. `shifted`: as of the kernels."""
         s, h = self.stages, self.h
         takes = _takes(self, h, [self.dy, self.dh, self.x], self.stored)
         takes = takes and {*dtypes} <= {None, *checks.FLOATING} and len(wants) == 5
-        takes = takes and _are_statistics(self.stats, h, self.num_dims, self.rms)
+        takes = takes and _are_statistics(self.stats, h, self.num_dims, (1 if self.rms else 2) + shifted)
         takes = takes and (s.residual_gate is None or self.x is not None)
         tensors = [self.dy, self.dh, h, self.x, self.stats, self.weight, self.bias]
         require(operator, [*tensors, *(getattr(s, name) for name in TENSORS)], takes)
@@ -240,20 +243,11 @@ class Backward(NamedTuple):
         dh = None if self.dh is None else self.dh.contiguous()
         return found._replace(read=[*found.read, dh, self.stats])
 
-    @property
-    def fetched(self) -> int:
-        """Bytes that a program reads per column."""
-        other = other_row(self.stages, None)
-        rows = [self.dy, self.dh, self.h, self.x, self.weight, self.bias, other]
-        if other is not None and not Stages(**compiled_in(self.stages._asdict())).follows:
-            rows += [self.h, other]
-        return sum(t.dtype.itemsize for t in rows if t is not None)
-
     def launch(self, results: Sequence[Tensor], wants: Sequence[bool], **parts: Any) -> None:
         """Fill the wanted gradients; `parts` are constants of parts of rows."""
         call, device = self.operands(), plan.device_of(self.h.device)
-        count, itemsize, staged = call.numbers[0], self.h.dtype.itemsize, around(call.constants)
-        layout = plan.norm_backward(call.cols, itemsize, self.rms, staged, self.fetched, device.shared_bytes)
+        count, staged = call.numbers[0], around(call.constants)
+        layout = plan.norm_backward(call.cols, self.h.dtype.itemsize, staged)
         # Whether the row kernel has registers for the sums; a column kernel sums those of long rows.
         whole = any(wants[2:]) and layout.resident > 0
         programs = device.programs(layout, count, call.groups) if whole else 0
@@ -261,7 +255,6 @@ class Backward(NamedTuple):
         if wants[0] or wants[1] or whole:
             asked = [*wants[:2], *(whole and wanted for wanted in wants[2:])]
             parts |= dict(zip(_GRADIENTS, asked, strict=True))
-            parts["chained"] = device.chained and whole and layout.chained
             per_group = programs if whole else -(-count // layout.rows)
             registers = None if staged else device.registers_of(layout)
             filled = *results[:2], *partials

@@ -1,6 +1,8 @@
 """LayerNorm and RMSNorm of rows whose other columns are on other ranks: the operators on the kernels, and autograd.
 
-Either direction has two operators, between which the caller adds up sums of rows over the ranks.
+Either direction has two operators, between which the caller adds up sums of rows over the ranks. LayerNorm of float64
+takes forward's first twice: the mean that it finds is what the second time is subtracted from each row (`shift`), and
+from then on. So the sums are those of rows near zero, and no digit is lost that x has.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from kernel_fusion.backends.triton.row_norm import Backward, launch_forward, req
 from kernel_fusion.backends.triton.row_norm_autograd import gradients, keep, sum_and_norm
 from kernel_fusion.core import checks
 from kernel_fusion.core.activations import IDENTITY
-from kernel_fusion.core.moments import merged
+from kernel_fusion.core.arguments import require
 from kernel_fusion.core.spec import compute_dtype
 from kernel_fusion.core.stages import Given, NormCall, norm_call, other_row
 
@@ -38,40 +40,60 @@ def _memory(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
 
 def _sums(rows: Tensor, num_dims: int, rms: bool) -> Tensor:
     count = prod(rows.shape[: rows.dim() - num_dims])
-    return _memory(rows, (1 if rms else 2) * count + 1, dtype=torch.float64)
+    return _memory(rows, _num_sums(count, rms), dtype=torch.float64)
+
+
+def _num_sums(count: int, rms: bool) -> int:
+    return (1 if rms else 2) * count + 1
+
+
+def _is_shifted(rows: Tensor, rms: bool) -> bool:
+    return rows.dtype == torch.float64 and not rms
+
+
+def _require_numbers(name: str, rows: Tensor, numbers: Tensor | None, expected: int | None) -> None:
+    """Raise unless these are as many numbers as the operator expects beside these rows, in float64, or none."""
+    fits = numbers is None and expected is None
+    if numbers is not None and expected is not None:
+        fits = numbers.dtype == torch.float64 and checks.shaped((expected,), numbers) and numbers.is_contiguous()
+    require(name, [rows, numbers], fits)
 
 
 @operator("row_norm_moments")
-def moments(input: Tensor, residual: Tensor | None, num_dims: int, rms: bool, stages: Given) -> tuple[Tensor, Tensor]:
+def moments(
+    shift: Tensor | None, input: Tensor, residual: Tensor | None, num_dims: int, rms: bool, stages: Given
+) -> tuple[Tensor, Tensor]:
     """The sums of rows' squares, for LayerNorm those of values, and the number of columns; and h, as in forward.
 
-    LayerNorm of float64 has squared deviations from the part's mean, and this, as `core.moments.merged` takes them.
-
-    The stages are those before the norm.
+    The stages are those before the norm. The shift, for LayerNorm of float64 without a residual, is subtracted from h.
     """
     call = NormCall(input, residual, num_dims, None, None, 0.0, 0.0, input.dtype, rms, stages)
     sums = _sums(input, num_dims, rms)
     h = input.new_empty(0) if residual is None else input.new_empty(input.shape, dtype=residual.dtype)
     if input.numel() > 0:
         require_forward("triton_row_norm_moments", call)
-        launch_forward(call, [None, h, sums, None], stats=True, part=True)
+        may_shift = shift is not None and residual is None and _is_shifted(input, rms)
+        _require_numbers("triton_row_norm_moments", input, shift, sums.numel() // 2 if may_shift else None)
+        launch_forward(call, [None, h, sums, shift], stats=True, part=True, shifted=shift is not None)
     return sums, h
 
 
 @operator("row_norm_apply")
-def apply(sums: Tensor, call: NormCall) -> tuple[Tensor, Tensor]:
-    """y and the statistics, from sums over all ranks.
+def apply(sums: Tensor, shift: Tensor | None, call: NormCall) -> tuple[Tensor, Tensor]:
+    """y and the statistics, from sums over all ranks; for LayerNorm of float64 with the shift.
 
     The input is what `moments` wrote where there is a residual, and then the stages are those after the norm.
     """
-    h, num_dims = call.input, call.num_dims
+    h, num_dims, shifted = call.input, call.num_dims, _is_shifted(call.input, call.rms)
     count = prod(h.shape[: h.dim() - num_dims])
     y = torch.empty(h.shape, dtype=call.out_dtype, device=h.device)
-    stats = _memory(h, 1 if call.rms else 2, count, dtype=compute_dtype(h.dtype))
+    stats = _memory(h, (1 if call.rms else 2) + shifted, count, dtype=compute_dtype(h.dtype))
     if h.numel() > 0:
         require_forward("triton_row_norm_apply", call)
+        _require_numbers("triton_row_norm_apply", h, sums, _num_sums(count, call.rms))
+        _require_numbers("triton_row_norm_apply", h, shift, count if shifted else None)
         layout = plan.norm_apply(prod(h.shape[h.dim() - num_dims :]), h.dtype.itemsize, warps=4)
-        launch_forward(call, [y, sums, stats, None], layout, stats=True, joined=True)
+        launch_forward(call, [y, sums, stats, shift], layout, stats=True, joined=True, shifted=shifted)
     return y, stats
 
 
@@ -88,9 +110,9 @@ def backward_sums(
         _memory(h, *(shape if wanted else [0]), dtype=dtype) for dtype, wanted in zip(dtypes, wants[1:], strict=True)
     )
     if h.numel() > 0:
-        asked = [wants[0], False, *wants[1:], False]
-        call.require("triton_row_norm_bwd_sums", asked, *dtypes)
-        call.launch((sums, h, dweight, dbias, h), asked, part=True)  # h is not written
+        asked, shifted = [wants[0], False, *wants[1:], False], _is_shifted(h, call.rms)
+        call.require("triton_row_norm_bwd_sums", asked, *dtypes, shifted=shifted)
+        call.launch((sums, h, dweight, dbias, h), asked, part=True, shifted=shifted)  # h is not written
     return sums, dweight, dbias
 
 
@@ -103,11 +125,14 @@ def backward_apply(sums: Tensor, wants: Sequence[bool], call: Backward) -> tuple
         _memory(h, *(h.shape if wanted else [0]), dtype=dtype) for dtype, wanted in zip(dtypes, wants, strict=True)
     )
     if h.numel() > 0:
-        call.require("triton_row_norm_bwd_apply", [*wants, False, False, False], *dtypes)
+        shifted = _is_shifted(h, call.rms)
+        call.require("triton_row_norm_bwd_apply", [*wants, False, False, False], *dtypes, shifted=shifted)
+        _require_numbers("triton_row_norm_bwd_apply", h, sums, _num_sums(call.stats.shape[1], call.rms))
         read = call.operands()
         layout = plan.norm_apply(read.cols, h.dtype.itemsize, warps=8)
         per_group = -(-read.numbers[0] // layout.rows) * -(-read.cols // layout.block)
         constants = {"joined": True, "dx": wants[0], "dother": wants[1], "dweight": False, "dbias": False}
+        constants["shifted"] = shifted
         read.launch(row_norm_bwd, RowNormBackward, layout, [dx, dother, sums, None], per_group, **constants)
     return dx, dother
 
@@ -144,23 +169,32 @@ def _backward(
     return dx, dother, dweight, dbias
 
 
+def _joined_moments(join: Join, shift: Tensor | None, c: NormCall) -> tuple[Tensor, Tensor]:
+    """The sums over all ranks, and h."""
+    s = c.stages
+    grouped = s.grouped and s.residual_gate is not None  # no other vector stands before the norm
+    first = s.gate if s.gate_first else None
+    before = s._replace(activation=IDENTITY, rounding="once", grouped=grouped, gate=first)
+    moments = torch.ops.kernel_fusion.triton_row_norm_moments
+    sums, h = moments(shift, c.input, c.residual, c.num_dims, c.rms, *before)
+    join(sums)
+    return sums, h
+
+
 def staged_row_norm(join: Join, *args: Any) -> tuple[Tensor, Tensor]:
     """`kernel_fusion::staged_row_norm` of a rank's columns."""
     c = norm_call(*args)
     checks.staged_row_norm(c)
     c = c._replace(out_dtype=c.out_dtype or c.input.dtype)
-    s = c.stages
-    grouped = s.grouped and s.residual_gate is not None  # no other vector stands before the norm
-    first = s.gate if s.gate_first else None
-    before = s._replace(activation=IDENTITY, rounding="once", grouped=grouped, gate=first)
     with torch.no_grad():
-        sums, h = torch.ops.kernel_fusion.triton_row_norm_moments(c.input, c.residual, c.num_dims, c.rms, *before)
-        if c.input.dtype == torch.float64 and not c.rms:
-            sums, _ = merged(join, sums)
-        else:
-            join(sums)
+        sums, h = _joined_moments(join, None, c)
     h, norm = sum_and_norm(c, h)
     with torch.no_grad():
-        y, stats = torch.ops.kernel_fusion.triton_row_norm_apply(sums, *norm.arguments)
+        shift = None
+        if _is_shifted(c.input, c.rms):
+            count = sums.numel() // 2
+            shift = sums[count:-1] / sums[-1]
+            sums, _ = _joined_moments(join, shift, norm)
+        y, stats = torch.ops.kernel_fusion.triton_row_norm_apply(sums, shift, *norm.arguments)
     apply_norm: Callable[..., Tensor] = NormOfParts.apply
     return apply_norm(y, stats, *norm.arguments, join), h

@@ -78,9 +78,18 @@ struct RowNormBackward : SavingNode {
   variable_list gradients(variable_list&& grads) override {
     const OptionalTensor dh = grads.size() > 1 ? optional(std::move(grads[1])) : std::nullopt;
     if (!grads[0].defined() && !dh) return no_gradients();
+    if (!grads[0].defined() && only_adds()) return of_sum(*dh);
     std::array<bool, 5> wanted;  // without dy, weight and bias have no gradient, not one of zeros
     for (size_t i = 0; i < wanted.size(); ++i) wanted[i] = wants(i) && (grads[0].defined() || (i != 1 && i != 2));
     return gradients(grads[0], dh, wanted);
+  }
+
+  // The gradients of x and the residual from that of their sum, as PyTorch passes them on: no kernel has anything to compute.
+  variable_list of_sum(const Tensor& dh) const {
+    variable_list list = no_gradients();
+    if (wants(0)) list[0] = dh.to(x_dtype);
+    if (wants(3)) list[3] = dh;
+    return list;
   }
 
   // As the residual is a term of h, its gradient is that of h.

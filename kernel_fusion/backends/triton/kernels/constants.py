@@ -1,9 +1,8 @@
-"""The decorator of kernels, and their constants, all in one object `C`.
+"""The decorator of kernels, and the constants that they are compiled for, all in one object `C`.
 
-Triton wants names in shapes, ranges and constants that are passed on: `BLOCK: tl.constexpr = C.block`.
-
-Pointers and numbers come one by one: Inductor (PyTorch 2.11 and 2.13) raises for numbers in a tuple, and drops a kernel
-that writes to a pointer in one.
+A constant in a shape or a range, or one that is passed on, needs a name: `BLOCK: tl.constexpr = C.block`. Pointers and
+numbers come one by one, because Inductor (PyTorch 2.11 and 2.13) raises for numbers in a tuple, and drops a kernel that
+writes to a pointer in one.
 """
 
 from __future__ import annotations
@@ -21,7 +20,11 @@ from kernel_fusion.core.spec import Stages
 
 
 def kernel(*specialised: str) -> Callable[[Callable[..., Any]], Any]:
-    """A decorator of kernels, which are compiled once for any numbers, except those `specialised`."""
+    """Return a decorator of kernels, which are compiled once for all values of their numbers.
+
+    Args:
+        specialised: The names of numbers of which a 1 is compiled in.
+    """
 
     def of(function: Callable[..., Any]) -> Any:
         numbers = [name for name in inspect.signature(function).parameters if name != "C" and not name.endswith("_ptr")]
@@ -35,39 +38,42 @@ class Constants:
     """The constants of every kernel.
 
     Attributes:
-        wide: computed in float64, else in float32.
-        chained: launched while the kernel before it runs.
+        wide: Whether the kernel computes in float64, and not in float32.
+        rows: The rows of a tile.
+        block: The columns of a tile.
 
-    Several subclasses have these:
-        unit: elements that lengths and outer strides count; a divisor that the compiler knows.
-        flat: whether rows have one stride.
-        exact: whether blocks divide rows, so that no column needs a mask.
+    Several subclasses have these attributes, with one meaning:
+        unit: A power of two that divides lengths and outer strides. Kernels get these in units, so that the compiler
+            knows the divisor and can load vectors.
+        flat: Whether rows have one stride.
+        exact: Whether blocks divide rows, so that no column needs a mask.
+        looped: Whether rows are longer than a program keeps, and are read block by block.
+        pieces: How many blocks side by side hold a row.
     """
 
     wide: bool
     rows: int
     block: int
-    chained: bool = False
 
     @classmethod
     def of(cls, layout: Plan, **values: Any) -> Any:
-        """These values, and the layout's of the same names."""
+        """Return constants with these values, and for other fields the values of the plan `layout`."""
         laid = {name: value for name, value in vars(layout).items() if name in cls.__dataclass_fields__}
         return cls(**laid, **values)
 
     def __post_init__(self) -> None:
-        """Triton 3.6 passes no plain str on."""
+        """Wrap strings, because Triton 3.6 passes no plain str on to a function."""
         for name, value in vars(self).items():
             if isinstance(value, str):
                 vars(self)[name] = tl.constexpr(value)
 
     @property
     def acc(self) -> tl.dtype:
-        """The compute type."""
+        """The type that the kernel computes in."""
         return tl.float64 if self.wide else tl.float32
 
     def __repr__(self) -> str:
-        """An expression without imports, for Inductor."""
+        """Return an expression that needs no import, because Inductor writes it into the code that it generates."""
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
         values = ", ".join(f"{name}={getattr(value, 'value', value)!r}" for name, value in plain.items())
         return f"__import__({__name__!r}, fromlist=['_']).{type(self).__name__}({values})"
@@ -75,11 +81,19 @@ class Constants:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RowNorm(Constants, Stages):
-    """The norms, with their stages.
+    """The constants of the norms in both directions; `Stages` has those of the stages around them.
 
     Attributes:
-        has_weight, ...: whether there is one.
-        part: whether other ranks have other columns, and rows' sums are wanted; joined: these are given, of all ranks.
+        rms: Whether the norm is RMSNorm, and not LayerNorm.
+        offset: The number that is added to the weight.
+        threshold: Dropout drops an element whose 32 random bits are below this number.
+        kept_scale: The number by which dropout multiplies the elements that it keeps.
+        has_weight: Whether there is a weight.
+        has_bias: Whether there is a bias.
+        has_residual: Whether a residual is added before the norm.
+        part: Whether the rows' other columns are on other ranks, and the kernel writes sums of rows.
+        joined: Whether they are on other ranks, and the kernel is given the sums of all ranks.
+        shifted: Whether a number of each row, near its mean, is subtracted from h before anything else.
     """
 
     rms: bool
@@ -94,32 +108,37 @@ class RowNorm(Constants, Stages):
     has_residual: bool = False
     part: bool = False
     joined: bool = False
+    shifted: bool = False
+    looped: bool = False
+    pieces: int = 1
 
     @property
     def first_factor(self) -> bool:
-        """Whether a stage's row is a factor of what is normalised."""
+        """Whether a stage's row is a factor of the tensor that is normalised."""
         return self.beside is not None and not self.follows
 
     @property
     def last_factor(self) -> bool:
-        """Whether it is one of the result."""
+        """Whether a stage's row is a factor of the result."""
         return self.beside is not None and self.follows
 
     @property
     def aligned(self) -> bool:
-        """Whether rows begin with a block of random bits."""
+        """Whether every row begins with a block of random bits, which serves eight elements."""
         return self.unit % 8 == 0
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Codes(Constants):
-    """Quantised results.
+    """The constants of quantised results.
 
     Attributes:
-        codes: PyTorch's name of their type; none without quantisation.
-        group: columns that share a scale; 0: a row, or it is given.
-        rounds: whether an instruction makes them from float32.
-        keeps: whether the result before quantisation is written, too.
+        codes: PyTorch's name of the codes' type, or nothing if the result is not quantised.
+        largest: The largest code.
+        group: The columns that share a scale, or 0 if a whole row shares one or the scale is given.
+        given: Whether the scale is given.
+        rounds: Whether an instruction makes the codes from float32.
+        keeps: Whether the result before quantisation is written, too.
     """
 
     codes: str = ""
@@ -128,28 +147,31 @@ class Codes(Constants):
     given: bool = False
     rounds: bool = False
     keeps: bool = True
-    looped: bool
-    slices: int
+    looped: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RowNormForward(RowNorm, Codes):
-    """Forward of the norms; other names as in plan.py."""
+    """The constants of the norms' forward pass.
+
+    Attributes:
+        eps: The number that is added to the variance.
+        stats: Whether the statistics are written.
+    """
 
     eps: float
     stats: bool
-    pieces: int
-    early: bool
-    releases: bool
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RowNormBackward(RowNorm):
-    """Backward of the norms; other names as in plan.py.
+    """The constants of the norms' backward pass. Names of gradients say whether they are wanted.
 
     Attributes:
-        stored: whether h is read, not made from x.
-        columns: whether only columns are summed.
+        stored: Whether forward stored h, so that it is read and not made from x.
+        has_dh: Whether a gradient arrives at h.
+        dother: Whether the gradient of the other row is wanted: of the residual, or of a gate.
+        columns: Whether the kernel sums columns and does nothing else.
     """
 
     stored: bool
@@ -159,20 +181,16 @@ class RowNormBackward(RowNorm):
     has_dh: bool = False
     dx: bool = False
     dother: bool = False
-    pieces: int = 1
-    again: bool = False
-    looped: bool = False
-    stages: int = 1
     columns: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SumPartials(Constants):
-    """The finish of the column sums.
+    """The constants of the kernel that adds up partial rows.
 
     Attributes:
-        pair: of two.
-        many: perhaps more columns than 32 bits count.
+        pair: Whether there are the partial rows of two sums.
+        many: Whether there may be more columns than 32 bits count.
     """
 
     pair: bool
@@ -181,12 +199,16 @@ class SumPartials(Constants):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Pointwise(Constants):
-    """Pointwise chains.
+    """The constants of pointwise chains.
 
     Attributes:
-        scale: multiplies the chain, and dropout's.
-        flat: whether everything is one long row.
-        simple: whether there is a single outer dimension.
+        combine: How the operands are combined: "first", "add", "mul" or "gate".
+        activation: The name of the activation.
+        scale: The number that multiplies the result: that of the chain, times that of dropout.
+        threshold: Dropout drops an element whose 32 random bits are below this number.
+        flat: Whether the result is one long row, and operands lie like it.
+        simple: Whether the rows of all tensors have one stride.
+        backward: Whether gradients are computed; da and db say of which operands.
     """
 
     combine: str
@@ -202,13 +224,18 @@ class Pointwise(Constants):
 
     @property
     def aligned(self) -> bool:
-        """As for norms."""
+        """Whether every tile begins with a block of random bits, which serves eight elements."""
         return self.flat or self.unit % 8 == 0
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Reduction(Constants):
-    """Reductions: an element's function, and whether the sum is divided."""
+    """The constants of reductions.
+
+    Attributes:
+        map: The function of each element: "square", "abs" or "none".
+        mean: Whether the sum is divided by the number of elements.
+    """
 
     map: str
     mean: bool
@@ -216,11 +243,13 @@ class Reduction(Constants):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Softmax(Constants):
-    """Softmax.
+    """The constants of softmax.
 
     Attributes:
-        mask: "none", "bool" or "additive"; causal: whether there is a diagonal.
-        leaves_out: whether elements are left out, which are then zero.
+        scale: The number that multiplies the input.
+        leaves_out: Whether the mask or the diagonal leaves elements out, which are then zero.
+        mask: The kind of mask: "none", "bool" or "additive".
+        causal: Whether elements beyond the diagonal are left out.
     """
 
     scale: float
@@ -234,11 +263,20 @@ class Softmax(Constants):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Rotary(Constants):
-    """The rotary embedding; a tile has `rows` heads and `block` pairs.
+    """The constants of the rotary embedding, whose tile has C.rows heads and C.block pairs of columns.
 
     Attributes:
-        cols, half: columns of a head, and rotated pairs of them.
-        narrow_angles: cosines have their type.
+        cols: The columns of a head.
+        half: How many pairs of columns are rotated.
+        rest: The columns of a tile for what is not rotated.
+        interleaved: Whether the elements of a pair are neighbours, and not half a head apart.
+        norm: Whether heads are normalised before they are rotated.
+        eps: The number that is added to the mean of squares.
+        offset: The number that is added to the weights.
+        rounding: "once" or "hf", as for the norms.
+        narrow_angles: Whether cosines have the type of the heads.
+        table_unit: As `unit`, for the tables of cosines and sines.
+        backward: Whether gradients are computed. dquery, dkey, dweight and dkey_weight say which.
     """
 
     cols: int
@@ -266,7 +304,12 @@ class Rotary(Constants):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Quantization(Codes):
-    """Codes of a tensor, or if `gated` of activation(a) * b."""
+    """The constants of the kernel that quantises a tensor.
+
+    Attributes:
+        gated: Whether activation(a) * b is quantised, and not a.
+        activation: The name of the activation.
+    """
 
     unit: int
     flat: bool

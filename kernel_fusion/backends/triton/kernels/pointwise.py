@@ -92,29 +92,17 @@ def _tile(pointers, offsets, y_row, col, mask, C: tl.constexpr):
         store(pointers[4], y_row + col, _kept(_chain(a, b, C), pointers[3], y_row, C), mask)
 
 
+# fmt: off
 @kernel("a_step", "b_step")
 def pointwise(
-    dy_ptr,
-    a_ptr,
-    b_ptr,
-    seed_ptr,
-    first_ptr,
-    second_ptr,
-    num_rows,
-    col_units,
-    middle,
-    inner,
-    a0,
-    a1,
-    a2,
-    b0,
-    b1,
-    b2,
-    a_step,
-    b_step,
-    C: tl.constexpr,
+    dy_ptr, a_ptr, b_ptr, seed_ptr, first_ptr, second_ptr,
+    num_rows, col_units, middle, inner, a0, a1, a2, b0, b1, b2, a_step, b_step, C: tl.constexpr,
 ):
-    """The first result is y; or, C.backward, they are da and db, laid out like y and dy."""
+    # fmt: on
+    """Write y to the first result; or with C.backward da and db to both, laid out like y and dy.
+
+    `a_step` and `b_step` are the strides of the operands' columns, in elements.
+    """
     ROWS: tl.constexpr = C.rows
     BLOCK: tl.constexpr = C.block
     num_cols = scalar(col_units, tl.int64) * C.unit

@@ -1,7 +1,7 @@
 """Codes and scales of rows, of a tensor or of activation(gate) * value, as in backends/eager/quantize.py.
 
-A program has ROWS rows, a block of columns at a time; longer rows (LOOPED) with one scale are read twice. Codes are
-made in integers, which every GPU has, or by an instruction (C.rounds).
+A program has C.rows rows, one block of columns at a time. Rows that are longer than a block (C.looped) and have one
+scale are read twice. Codes of float8 are made in integers, which every GPU has, or by an instruction (C.rounds).
 """
 
 from __future__ import annotations
@@ -12,25 +12,29 @@ import triton.language as tl
 from kernel_fusion.backends.triton.kernels.activations import value
 from kernel_fusion.backends.triton.kernels.constants import kernel
 from kernel_fusion.backends.triton.kernels.elementary import fma
-from kernel_fusion.backends.triton.kernels.rows import load, row_offset, store, within
+from kernel_fusion.backends.triton.kernels.rows import load, row_offset, store, tile_of_rows, within
 
 
 @triton.jit
 def magnitude(v):
-    """|v| as an integer, which orders floats, with NaN above all."""
+    """|v| of float32 as an integer. These integers have the order of the numbers, with NaN above all."""
     return v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def scale_of(largest, LARGEST: tl.constexpr):
-    """The scale for this largest magnitude."""
+    """The scale of a row or block from its largest magnitude; LARGEST is the largest code."""
     s = tl.div_rn(largest.to(tl.float32, bitcast=True), tl.full(largest.shape, LARGEST, tl.float32))
     return tl.where(s == 0.0, 1.0, s)
 
 
 @triton.jit
 def _float8(y, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
-    """The code of y, at most the largest or NaN; without a leading 1, a sum rounds it to the code's last digit."""
+    """The float8 code of y, which is NaN or at most the largest code in magnitude, by integer operations.
+
+    A code below the smallest normal one has no leading 1. Such a y is rounded by adding a number whose last digit is
+    the code's last digit.
+    """
     BIAS: tl.constexpr = (1 << (EXPONENT - 1)) - 1
     SHIFT: tl.constexpr = 23 - MANTISSA
     LEAST_NORMAL: tl.constexpr = (127 - BIAS + 1) << 23
@@ -47,9 +51,10 @@ def _float8(y, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
 
 @triton.jit
 def divisor(s):
-    """A scale s as `encode` takes it: -p, p s and -1 / (p s), rounded correctly.
+    """What `encode` needs of a scale s: -p, p s and -1 / (p s), the last one rounded correctly.
 
-    The power of two p keeps remainders from underflow and the reciprocal normal. Infinity becomes 0.
+    The power of two p keeps the remainders of the division from underflow, and the reciprocal normal. If s is infinite,
+    p s is 0.
     """
     size = tl.abs(s)
     power = tl.where(size < 2.0**-60, 2.0**96, tl.where(size > 2.0**100, 2.0**-64, 1.0))
@@ -60,10 +65,10 @@ def divisor(s):
 
 @triton.jit
 def encode(v, scale, C: tl.constexpr):
-    """The codes of v, as bytes; `scale` as `divisor` gives it.
+    """The codes of v, as bytes; `scale` is the result of `divisor`.
 
-    The quotient by the scale is rounded correctly without a division for each element (Markstein, 1990): with r = 1 / s
-    and q = v r, it is q + (v - q s) r; docs/quantized.md has the proof.
+    The quotient of v and the scale is rounded correctly without a division for each element (Markstein, 1990). With
+    r = 1 / s and q = v r it is q + (v - q s) r; docs/quantized.md has the proof.
     """
     power, s, reciprocal = scale
     v = v * power
@@ -89,7 +94,7 @@ def encode(v, scale, C: tl.constexpr):
 
 @triton.jit
 def given_scale(ptr, C: tl.constexpr):
-    """A given scale, as `encode` takes it."""
+    """What `encode` needs of a given scale. If none is given, this is a stand-in that nothing reads."""
     s = tl.full([1, 1], 1.0, tl.float32)
     if C.given:
         s = s * tl.load(ptr)
@@ -97,11 +102,23 @@ def given_scale(ptr, C: tl.constexpr):
 
 
 @triton.jit
-def store_codes(vs, scale, to, v_row, row_mask, start, col, num_cols, C: tl.constexpr, VECTOR: tl.constexpr = 16):
-    """Codes of rows in tiles side by side, 0 outside the row; and scales, unless `scale` is theirs.
+def _row_scale(largest, ptr, row_mask, C: tl.constexpr):
+    """Store the scale of each row for its largest magnitude, and return what `encode` needs of it."""
+    s = scale_of(largest, C.largest)
+    tl.store(ptr, s, mask=row_mask)
+    return divisor(s)
 
-    A thread stores VECTOR codes at a time. The compiler gives all tiles the columns of the longest vectors, and so the
-    order of a row's sums follows from them.
+
+@triton.jit
+def store_codes(vs, scale, to, v_row, row_mask, start, col, num_cols, C: tl.constexpr, VECTOR: tl.constexpr = 16):
+    """Store the codes of rows, and the scales that are found here.
+
+    `vs` are tiles side by side, in float32 and 0 beyond the row; the first begins at column `start`, and `col` are its
+    columns. `scale` is the result of `divisor`, and counts if it was given or the row is looped over. `to` are the
+    pointers of codes and scales, the number of all rows, and the numbers of these; `v_row` are the rows' offsets.
+
+    A thread stores VECTOR codes at a time. The compiler gives all tiles the columns of the longest vectors, so the
+    order of a row's sums follows from VECTOR.
     """
     codes_ptr, scales_ptr, num_rows, row = to
     HEIGHT: tl.constexpr = vs[0].shape[0]
@@ -112,12 +129,7 @@ def store_codes(vs, scale, to, v_row, row_mask, start, col, num_cols, C: tl.cons
         largest = magnitude(vs[0])
         for i in tl.static_range(1, len(vs)):
             largest = tl.maximum(largest, magnitude(vs[i]))
-        largest = tl.max(largest, axis=1)[:, None]
-        if C.slices > 1:
-            largest = tl.max(largest, axis=0)[:, None]
-        s = scale_of(largest, C.largest)
-        tl.store(scales_ptr + row, s, mask=row_mask)
-        scale = divisor(s)
+        scale = _row_scale(tl.max(largest, axis=1)[:, None], scales_ptr + row, row_mask, C)
     for i in tl.static_range(len(vs)):
         at = i * C.block + col
         if C.group > 0:
@@ -134,7 +146,7 @@ def store_codes(vs, scale, to, v_row, row_mask, start, col, num_cols, C: tl.cons
 
 @triton.jit
 def _tile(pointers, offsets, mask, C: tl.constexpr):
-    """v in float32, as its own type has it; and that, to be kept."""
+    """A tile of what is quantised: rounded to its type and widened to float32, and as it is in its type."""
     a_ptr, b_ptr = pointers
     v = load(a_ptr, offsets[0], mask, C.wide)
     if C.gated:
@@ -143,33 +155,21 @@ def _tile(pointers, offsets, mask, C: tl.constexpr):
     return v.to(tl.float32), v
 
 
+# fmt: off
 @kernel()
 def quantize_rows(
-    a_ptr,
-    b_ptr,
-    scale_ptr,
-    y_ptr,
-    values_ptr,
-    scales_ptr,
-    num_rows,
-    col_units,
-    middle,
-    inner,
-    a0,
-    a1,
-    a2,
-    b0,
-    b1,
-    b2,
-    C: tl.constexpr,
+    a_ptr, b_ptr, scale_ptr, y_ptr, values_ptr, scales_ptr,
+    num_rows, col_units, middle, inner, a0, a1, a2, b0, b1, b2, C: tl.constexpr,
 ):
-    """Codes; scales, if none is given; and v, if C.keeps."""
+    # fmt: on
+    """Write the codes of y, which is a, or activation(a) * b if C.gated. Write their scales, unless one is given.
+
+    With C.keeps, y itself is written too.
+    """
     ROWS: tl.constexpr = C.rows
     BLOCK: tl.constexpr = C.block
     num_cols = col_units * C.unit
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    row_mask = row < num_rows
-    col = tl.arange(0, BLOCK)[None, :]
+    row, row_mask, col = tile_of_rows(num_rows, C)
     a_row = row_offset(row, (middle, inner), (a0, a1, a2), C.unit, C.flat)
     b_row = row_offset(row, (middle, inner), (b0, b1, b2), C.unit, C.flat)
     scale = given_scale(scale_ptr, C)
@@ -180,9 +180,7 @@ def quantize_rows(
             mask = row_mask & within(at, num_cols, C.exact)
             v, _ = _tile((a_ptr, b_ptr), (a_row + at, b_row + at), mask, C)
             largest = tl.maximum(largest, magnitude(v))
-        s = scale_of(tl.max(largest, axis=1)[:, None], C.largest)
-        tl.store(scales_ptr + row, s, mask=row_mask)
-        scale = divisor(s)
+        scale = _row_scale(tl.max(largest, axis=1)[:, None], scales_ptr + row, row_mask, C)
     for start in range(0, num_cols, BLOCK):
         at = start + col
         mask = row_mask & within(at, num_cols, C.exact)

@@ -1,8 +1,8 @@
-"""Sums of a function of the elements: out[o][i] = factor * sum over r of map(in[o][r][i]).
+"""Sums and means of a function of the elements: out[o][i] is the sum of map(in[o][r][i]) over r, perhaps divided.
 
-In `reduce_rows`, for innermost dimensions, a program has ROWS rows and one section of each; in `reduce_columns` a block
-of columns and a section of the rows. The length alone decides how many sections there are; a second launch adds their
-sums.
+`reduce_rows` serves innermost dimensions: a program has C.rows rows and one section of each. In `reduce_columns` a
+program has a block of columns and one section of the rows. How many sections there are depends on the length alone, and
+a second launch adds their sums.
 """
 
 from __future__ import annotations
@@ -12,17 +12,12 @@ import triton.language as tl
 
 from kernel_fusion.backends.triton.kernels.constants import kernel
 from kernel_fusion.backends.triton.kernels.elementary import divide
-from kernel_fusion.backends.triton.kernels.rows import (
-    let_next_kernel_start,
-    load,
-    scalar,
-    store,
-    wait_for_previous_kernel,
-)
+from kernel_fusion.backends.triton.kernels.rows import load, scalar, store, tile_of_rows
 
 
 @triton.jit
 def _map(x, C: tl.constexpr):
+    """The function of the elements of a tile."""
     if C.map == "square":
         return x * x
     elif C.map == "abs":
@@ -33,7 +28,7 @@ def _map(x, C: tl.constexpr):
 
 @triton.jit
 def _finish(total, count, C: tl.constexpr):
-    """`total`, or the mean of `count` elements."""
+    """`total`, or with C.mean the mean of `count` elements."""
     if C.mean:
         return divide(total, scalar(count, total.dtype))
     else:
@@ -42,14 +37,16 @@ def _finish(total, count, C: tl.constexpr):
 
 @kernel()
 def reduce_rows(in_ptr, out_ptr, num_rows, length, section, stride, count, C: tl.constexpr):
-    """out[row][s], the sum over section s (axis 1 of the grid), a multiple of BLOCK long."""
+    """Write out[row][s], the sum of section s of a row.
+
+    Axis 0 of the grid has the tiles of rows and axis 1 the sections, each `section` elements long, a multiple of
+    C.block. `length` is that of a row, and rows are `stride` elements apart.
+    """
     ROWS: tl.constexpr = C.rows
     BLOCK: tl.constexpr = C.block
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    row_mask = row < num_rows
+    row, row_mask, col = tile_of_rows(num_rows, C)
     first = tl.program_id(1).to(tl.int64) * section
     end = tl.minimum(first + section, length)
-    col = tl.arange(0, BLOCK)[None, :]
     total = tl.zeros([ROWS, BLOCK], C.acc)
     for start in range(first, end, BLOCK):
         at = start + col
@@ -60,7 +57,11 @@ def reduce_rows(in_ptr, out_ptr, num_rows, length, section, stride, count, C: tl
 
 @kernel()
 def reduce_columns(in_ptr, out_ptr, length, section, num_cols, outer_stride, stride, count, C: tl.constexpr):
-    """out[o][s][col]; the grid is (blocks of columns times o, s)."""
+    """Write out[o][s][col], the sum of section s of the rows of matrix o.
+
+    Axis 0 of the grid has the blocks of columns of all matrices and axis 1 the sections, each `section` rows long.
+    Matrices are `outer_stride` elements apart and their rows `stride`.
+    """
     ROWS: tl.constexpr = C.rows
     BLOCK: tl.constexpr = C.block
     tiles = tl.cdiv(num_cols, BLOCK)
@@ -81,15 +82,13 @@ def reduce_columns(in_ptr, out_ptr, length, section, num_cols, outer_stride, str
 
 @kernel("num_cols")
 def sum_partials(partials_ptr, first_ptr, second_ptr, num_partials, num_cols, C: tl.constexpr):
-    """Adds the partial rows of a block of columns, in order, and rounds once.
+    """Add up the partial rows of a block of columns, in order, and round once.
 
-    C.pair: of two sums; axis 1 of the grid says which. A constant, because Inductor must know which tensors are
-    written.
+    With C.pair there are the partial rows of two sums, and axis 1 of the grid says which sum is meant. That is a
+    constant, because Inductor must know which tensors are written.
     """
     ROWS: tl.constexpr = C.rows
     BLOCK: tl.constexpr = C.block
-    wait_for_previous_kernel(C.chained)
-    let_next_kernel_start(C.chained)
     which = tl.program_id(1)
     block = tl.program_id(0)
     if C.many:

@@ -22,7 +22,7 @@ import triton.language as tl
 
 from kernel_fusion.backends.triton.kernels.constants import kernel
 from kernel_fusion.backends.triton.kernels.elementary import reciprocal_sqrt
-from kernel_fusion.backends.triton.kernels.rows import load, scalar, shifted, store, within
+from kernel_fusion.backends.triton.kernels.rows import load, plus_offset, scalar, store, within
 
 
 @triton.jit
@@ -74,9 +74,9 @@ def _weights(ptr, C: tl.constexpr, PRESENT: tl.constexpr):
     ROWS: tl.constexpr = C.rows
     if PRESENT:
         w1, w2, rest = _load_columns(ptr, tl.zeros([ROWS, 1], tl.int32), tl.full([ROWS, 1], True, tl.int1), ROWS, C)
-        w1 = shifted(w1, C.offset)
-        w2 = shifted(w2, C.offset)
-        rest = shifted(rest, C.offset)
+        w1 = plus_offset(w1, C.offset)
+        w2 = plus_offset(w2, C.offset)
+        rest = plus_offset(rest, C.offset)
     else:
         w1 = tl.full([1, 1], 1.0, C.acc)
         w2 = w1
@@ -216,52 +216,19 @@ def _write_partial(ptr, sums, C: tl.constexpr):
     _store_columns(ptr, tl.zeros([1, 1], tl.int32), tl.full([1, 1], True, tl.int1), columns, 1, C)
 
 
+# fmt: off
 @kernel()
 def rotary(
-    dy_ptr,
-    dy_key_ptr,
-    query_ptr,
-    key_ptr,
-    query_weight_ptr,
-    key_weight_ptr,
-    cos_ptr,
-    sin_ptr,
-    positions_ptr,
-    query_out_ptr,
-    key_out_ptr,
-    partials_ptr,
-    num_tokens,
-    tokens,
-    query_heads,
-    key_heads,
-    table_rows,
-    t0,
-    t1,
-    p0,
-    p1,
-    g0,
-    g1,
-    g2,
-    h0,
-    h1,
-    h2,
-    q0,
-    q1,
-    q2,
-    k0,
-    k1,
-    k2,
-    y0,
-    y1,
-    y2,
-    z0,
-    z1,
-    z2,
-    C: tl.constexpr,
+    dy_ptr, dy_key_ptr, query_ptr, key_ptr, query_weight_ptr, key_weight_ptr, cos_ptr, sin_ptr, positions_ptr,
+    query_out_ptr, key_out_ptr, partials_ptr,
+    num_tokens, tokens, query_heads, key_heads, table_rows, t0, t1, p0, p1,
+    g0, g1, g2, h0, h1, h2, q0, q1, q2, k0, k1, k2, y0, y1, y2, z0, z1, z2, C: tl.constexpr,
 ):
-    """The results of query and key; or, C.backward, their gradients, and partial sums of their weights'.
+    # fmt: on
+    """Write the rotated query and key; or with C.backward their gradients, and partial sums of their weights' ones.
 
-    Strides are those of dy, x and the results.
+    `num_tokens` counts those of all examples, and `tokens` those of one. The strides are those of the tables (t), the
+    positions (p), dy of query and key (g, h), query and key (q, k) and both results (y, z).
     """
     ROWS: tl.constexpr = C.rows
     BLOCK: tl.constexpr = C.block

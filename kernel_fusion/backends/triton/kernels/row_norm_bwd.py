@@ -5,16 +5,16 @@ With n = norm(h), w = offset + weight, g = dy * activation'(n w + bias) and the 
     dh = rstd * (g w - n E[g w n] - E[g w]) + what arrives at h      (without E[g w] for RMSNorm)
     dresidual = dh, dx = dh * keep * pre_activation'(x), dweight = sum of g n over rows, dbias = sum of g over rows
 
-and with s = gate_activation of a last gate a, g = dy * s(a) and da = dy * (n w + bias) * s'(a); of a first one, h = x *
-s(a), dx = dh * s(a) and da = dh * x * s'(a). The residual or the gate is the other row.
+With s = gate_activation and a gate a behind the norm, g = dy * s(a) and da = dy * (n w + bias) * s'(a). With a gate
+before the norm, h = x * s(a), dx = dh * s(a) and da = dh * x * s'(a). The residual or the gate is the *other row*.
 
-HF: the n of dweight and of activation's argument, and that argument, are rounded as in forward.
+With the rounding "hf", the n in dweight and in the activation's argument, and that argument, are rounded as in forward.
 
-h is recomputed from x or, with a residual, read. To sum columns too, programs are persistent: each walks through tiles
-of rows, with sums for dweight and dbias in registers, and writes one partial row; sum_partials adds those in order.
-Longer rows (plan.py) have a program each for dx, which reads them twice if registers do not hold them (LOOPED), and
-another launch sums their columns. Bytes per element: x and dy in, dx out; x and dy once more if columns are summed
-apart.
+h is recomputed from x, or read if forward stored it, which it does if there is a residual. To sum columns too, programs
+are persistent: each walks through tiles of rows, keeps its sums for dweight and dbias in registers, and writes one
+partial row; sum_partials adds those in order. Longer rows (C.looped) have a program each for dx, which reads them
+twice, and another launch (C.columns) sums their columns. Bytes for each element: x and dy in, dx out; x and dy once
+more if columns are summed apart.
 """
 
 from __future__ import annotations
@@ -42,19 +42,22 @@ from kernel_fusion.backends.triton.kernels.rows import (
     place,
     scalar,
     store_sums,
-    wait_for_previous_kernel,
     within,
 )
 
 
 @triton.jit
 def _add_pairs(a0, a1, b0, b1):
+    """The sum of two pairs."""
     return a0 + b0, a1 + b1
 
 
 @triton.jit
 def _row_sums(gwn, gw, C: tl.constexpr):
-    """Sums of gwn and gw (not for RMSNorm), which are sums by lanes, across the program at once."""
+    """The sums of gwn and of gw over a row, from tiles that hold sums by lanes; both cross the program at once.
+
+    RMSNorm needs no sum of gw.
+    """
     if C.rms:
         sum_gwn = tl.sum(gwn, axis=1)[:, None]
         sum_gw = tl.zeros_like(sum_gwn)
@@ -67,7 +70,7 @@ def _row_sums(gwn, gw, C: tl.constexpr):
 
 @triton.jit
 def _row_means(gwn, gw, count, each, C: tl.constexpr):
-    """E[gwn] and E[gw] (not for RMSNorm). `each` is 1 / count."""
+    """E[gwn] and E[gw], from tiles that hold sums by lanes. `each` is 1 / `count`."""
     sum_gwn, sum_gw = _row_sums(gwn, gw, C)
     mean_gwn = quotient(sum_gwn, count, each)
     mean_gw = sum_gw
@@ -78,7 +81,7 @@ def _row_means(gwn, gw, count, each, C: tl.constexpr):
 
 @triton.jit
 def _long_rows(pointers, rows, col, statistics, row_mask, num_cols, count, each, C: tl.constexpr):
-    """dx and dother of rows that are read a block at a time, twice; of parts of rows, the sums of gwn and gw."""
+    """Write dx and dother of rows that are read block by block, twice. For parts of rows, return their two sums."""
     ROWS: tl.constexpr = C.rows
     BLOCK: tl.constexpr = C.block
     sum_gwn = tl.zeros([ROWS, BLOCK], C.acc)
@@ -86,27 +89,35 @@ def _long_rows(pointers, rows, col, statistics, row_mask, num_cols, count, each,
     for start in range(0, num_cols, BLOCK):
         at = start + col
         col_mask = within(at, num_cols, C.exact)
-        n, _, _, gw, _ = gradient(pointers, rows, start, at, statistics, row_mask & col_mask, col_mask, C, False)
+        n, _, _, gw, _ = gradient(pointers, rows, start, at, statistics, (row_mask & col_mask, col_mask), C)
         sum_gwn += gw * n
         sum_gw += gw
     if C.part:
         return _row_sums(sum_gwn, sum_gw, C)
     means = _row_means(sum_gwn, sum_gw, count, each, C)
     for start in range(0, num_cols, BLOCK):
-        at = start + col
-        col_mask = within(at, num_cols, C.exact)
-        mask = row_mask & col_mask
-        n, _, _, gw, dfactor = gradient(pointers, rows, start, at, statistics, mask, col_mask, C, True)
-        write_factor(pointers, rows, at, dfactor, mask, C, True)
-        write(pointers, rows, start, at, n, gw, means, statistics[1], (mask, col_mask), C, True)
+        _write_tile(pointers, rows, start, start + col, statistics, row_mask, means, num_cols, C)
     return means
 
 
 @triton.jit
+def _write_tile(pointers, rows, start, at, statistics, row_mask, means, num_cols, C: tl.constexpr):
+    """Read a tile of rows whose means are known, and write its gradients."""
+    col_mask = within(at, num_cols, C.exact)
+    masks = (row_mask & col_mask, col_mask)
+    n, _, _, gw, dfactor = gradient(pointers, rows, start, at, statistics, masks, C)
+    write_factor(pointers, rows, at, dfactor, masks[0], C)
+    write(pointers, rows, start, at, n, gw, means, statistics[1], masks, C)
+
+
+@triton.jit
 def _whole_rows(pointers, rows, col, statistics, row_mask, sums, num_cols, count, each, C: tl.constexpr):
-    """dx and dother of rows that registers hold; and `sums` over rows, by pieces, with theirs."""
+    """Write dx and dother of rows that registers hold.
+
+    `sums` are the program's sums for dweight, dbias and dgate, each a tuple by pieces. They come back with the terms of
+    these rows added, and with them the sums of gwn and gw of each row.
+    """
     PIECES: tl.constexpr = C.pieces
-    AGAIN: tl.constexpr = C.again
     dweight, dbias, dgate = sums
     ns = ()
     gws = ()
@@ -118,11 +129,10 @@ def _whole_rows(pointers, rows, col, statistics, row_mask, sums, num_cols, count
         at = start + col
         col_mask = within(at, num_cols, C.exact)
         mask = row_mask & col_mask
-        n, rounded, g, gw, dfactor = gradient(pointers, rows, start, at, statistics, mask, col_mask, C, False)
-        write_factor(pointers, rows, at, dfactor, mask, C, AGAIN)
-        if not AGAIN:
-            ns = ns + (n,)
-            gws = gws + (gw,)
+        n, rounded, g, gw, dfactor = gradient(pointers, rows, start, at, statistics, (mask, col_mask), C)
+        write_factor(pointers, rows, at, dfactor, mask, C)
+        ns = ns + (n,)
+        gws = gws + (gw,)
         if i == 0:
             sum_gwn = gw * n
             sum_gw = gw
@@ -140,13 +150,8 @@ def _whole_rows(pointers, rows, col, statistics, row_mask, sums, num_cols, count
             start = i * C.block
             at = start + col
             col_mask = within(at, num_cols, C.exact)
-            mask = row_mask & col_mask
-            if AGAIN:
-                n, _, _, gw, _ = gradient(pointers, rows, start, at, statistics, mask, col_mask, C, True)
-            else:
-                n = ns[i]
-                gw = gws[i]
-            of_gate = write(pointers, rows, start, at, n, gw, means, statistics[1], (mask, col_mask), C, AGAIN)
+            masks = (row_mask & col_mask, col_mask)
+            of_gate = write(pointers, rows, start, at, ns[i], gws[i], means, statistics[1], masks, C)
             dgate_now = dgate_now + (dgate[i] + tl.sum(of_gate, axis=0) if C.dgate else dgate[i],)
     if not C.dgate:
         dgate_now = dgate
@@ -155,7 +160,7 @@ def _whole_rows(pointers, rows, col, statistics, row_mask, sums, num_cols, count
 
 @triton.jit
 def _rows(pointers, partials, here, lengths, strides, steps, counts, C: tl.constexpr):
-    """dx and dother; unless rows are looped over, partial sums of their columns too."""
+    """Write dx and dother, and partial sums of columns unless rows are looped over; for parts of rows their sums."""
     ROWS: tl.constexpr = C.rows
     BLOCK: tl.constexpr = C.block
     PIECES: tl.constexpr = C.pieces
@@ -167,6 +172,7 @@ def _rows(pointers, partials, here, lengths, strides, steps, counts, C: tl.const
     programs = tl.num_programs(0)
     if C.grouped:
         programs = per_group
+    all_rows = of_all(num_rows, groups, C)
     col = tl.arange(0, BLOCK)[None, :]
     dweight = ()
     dbias = ()
@@ -175,11 +181,10 @@ def _rows(pointers, partials, here, lengths, strides, steps, counts, C: tl.const
         dweight = dweight + (tl.zeros([BLOCK if C.dweight else 1], C.acc),)
         dbias = dbias + (tl.zeros([BLOCK if C.dbias else 1], C.acc),)
         dgate = dgate + (tl.zeros([BLOCK if C.dgate else 1], C.acc),)
-    wait_for_previous_kernel(C.chained)
-    for tile in tl.range(program, tl.cdiv(num_rows, ROWS), programs, num_stages=C.stages):
+    for tile in range(program, tl.cdiv(num_rows, ROWS), programs):
         sample = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
         row, rows, row_mask = rows_at(sample, group, lengths, strides, steps, C)
-        statistics = statistics_of(pointers[10], row, of_all(num_rows, groups, C), row_mask, C)
+        statistics = statistics_of(pointers[10], row, all_rows, row_mask, C)
         if C.looped:
             sums = _long_rows(pointers, rows, col, statistics, row_mask, num_cols, count, each, C)
         else:
@@ -188,7 +193,7 @@ def _rows(pointers, partials, here, lengths, strides, steps, counts, C: tl.const
                 pointers, rows, col, statistics, row_mask, kept_sums, num_cols, count, each, C
             )
         if C.part and C.dx:
-            store_sums(pointers[8], row, of_all(num_rows, groups, C), num_cols, row_mask, sums, C)
+            store_sums(pointers[8], row, all_rows, num_cols, row_mask, sums, C)
     width = of_all(num_cols, groups, C)
     for i in tl.static_range(PIECES):
         at = i * BLOCK + tl.arange(0, BLOCK)
@@ -197,7 +202,7 @@ def _rows(pointers, partials, here, lengths, strides, steps, counts, C: tl.const
 
 @triton.jit
 def _columns(pointers, partials, here, lengths, strides, steps, C: tl.constexpr):
-    """The partial sums alone, of a block of columns and some tiles of rows."""
+    """Write the partial sums alone, of a block of columns and of some tiles of rows."""
     ROWS: tl.constexpr = C.rows
     BLOCK: tl.constexpr = C.block
     num_rows = lengths[0]
@@ -207,6 +212,7 @@ def _columns(pointers, partials, here, lengths, strides, steps, C: tl.constexpr)
     program = tl.program_id(1).to(tl.int64)
     programs = tl.num_programs(1)
     col = start + tl.arange(0, BLOCK)[None, :]
+    col_mask = within(col, num_cols, C.exact)
     dweight = tl.zeros([ROWS, BLOCK], C.acc)
     dbias = tl.zeros([ROWS, BLOCK], C.acc)
     dgate = tl.zeros([ROWS, BLOCK], C.acc)
@@ -214,82 +220,52 @@ def _columns(pointers, partials, here, lengths, strides, steps, C: tl.constexpr)
         sample = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
         row, rows, row_mask = rows_at(sample, group, lengths, strides, steps, C)
         statistics = statistics_of(pointers[10], row, of_all(num_rows, groups, C), row_mask, C)
-        col_mask = within(col, num_cols, C.exact)
         mask = row_mask & col_mask
-        _, rounded, g, _, _ = gradient(pointers, rows, start, col, statistics, mask, col_mask, C, True)
+        _, rounded, g, _, _ = gradient(pointers, rows, start, col, statistics, (mask, col_mask), C)
         if C.dweight:
             dweight += g * rounded
         if C.dbias:
             dbias += g
         if C.dgate:
-            u = before_gate(pointers[2], pointers[7], rows[2] + col, rows[3] + start, mask, C, C.block, True)
-            dgate += load(pointers[9], rows[3] + col, mask, C.wide, True) * u
+            u = before_gate(pointers[2], pointers[7], rows[2] + col, rows[3] + start, mask, C)
+            dgate += load(pointers[9], rows[3] + col, mask, C.wide) * u
     at = start + tl.arange(0, BLOCK)
     store_partials(partials, program, programs, at, (dweight, dbias, dgate), num_cols, of_all(num_cols, groups, C), C)
 
 
 @triton.jit
 def _joined(pointers, sums_ptr, here, lengths, strides, steps, C: tl.constexpr):
-    """dx and dother of rows whose other columns are on other ranks, from sums over all; the last rows first."""
+    """Write dx and dother of rows whose other columns are on other ranks, from sums over all of them."""
     num_rows = lengths[0]
     num_cols = lengths[1]
     number, group, groups, _ = here
     sample, start = part_of(number, num_cols, C)
-    at = start + tl.arange(0, C.block)[None, :]
-    col_mask = within(at, num_cols, C.exact)
     row, rows, row_mask = rows_at(sample, group, lengths, strides, steps, C)
-    statistics = statistics_of(pointers[10], row, of_all(num_rows, groups, C), row_mask, C)
-    mask = row_mask & col_mask
-    mean_gwn, mean_gw = means_over_ranks(sums_ptr, row, of_all(num_rows, groups, C), row_mask, C)
+    all_rows = of_all(num_rows, groups, C)
+    statistics = statistics_of(pointers[10], row, all_rows, row_mask, C)
+    mean_gwn, mean_gw = means_over_ranks(sums_ptr, row, all_rows, row_mask, C)
     means = (mean_gwn.to(C.acc), mean_gw.to(C.acc))
-    n, _, _, gw, dfactor = gradient(pointers, rows, start, at, statistics, mask, col_mask, C, True)
-    write_factor(pointers, rows, at, dfactor, mask, C, True)
-    write(pointers, rows, start, at, n, gw, means, statistics[1], (mask, col_mask), C, True)
+    at = start + tl.arange(0, C.block)[None, :]
+    _write_tile(pointers, rows, start, at, statistics, row_mask, means, num_cols, C)
 
 
+# fmt: off
 @kernel()
 def row_norm_bwd(
-    dy_ptr,
-    h_ptr,
-    other_ptr,
-    weight_ptr,
-    bias_ptr,
-    gate_ptr,
-    seed_ptr,
-    dh_ptr,
-    stats_ptr,
-    dx_ptr,
-    dother_ptr,
-    partials_ptr,
-    dgate_partials_ptr,
-    per_group,
-    num_rows,
-    col_units,
-    middle,
-    inner,
-    g0,
-    g1,
-    g2,
-    h0,
-    h1,
-    h2,
-    o0,
-    o1,
-    o2,
-    sample_step,
-    group_step,
-    weight_pitch,
-    bias_pitch,
-    gate_pitch,
-    C: tl.constexpr,
+    dy_ptr, h_ptr, other_ptr, weight_ptr, bias_ptr, gate_ptr, seed_ptr, dh_ptr, stats_ptr,
+    dx_ptr, dother_ptr, partials_ptr, dgate_partials_ptr,
+    per_group, num_rows, col_units, middle, inner, g0, g1, g2, h0, h1, h2, o0, o1, o2,
+    sample_step, group_step, weight_pitch, bias_pitch, gate_pitch, C: tl.constexpr,
 ):
-    """Backward, or a part of it. `num_rows` counts samples: rows in every group.
+    # fmt: on
+    """Write the gradients, or a part of them.
 
-    C.columns: partial sums alone. C.part: `dx_ptr` gets the rows' sums of gwn and gw. C.joined: `partials_ptr` has
-    these, added up over the ranks, for dx and dother alone.
+    `num_rows` is the number of samples, each of which has a row in every group. With C.columns, the partial sums of
+    columns alone are written. With C.part, `dx_ptr` gets the sums of gwn and gw of the rows. With C.joined,
+    `partials_ptr` has these sums, added up over the ranks, and dx and dother alone are written.
     """
     num_cols = col_units * C.unit
-    # Divided before anything is waited for.
+    # The division comes first, because the compiler would move an approximate one between the sums of a row.
     count = scalar(num_cols, C.acc)
     each = divide(tl.full([1, 1], 1.0, C.acc), count)
     number, group, groups = place(per_group, C, C.joined)

@@ -1,4 +1,8 @@
-"""The steps with a tile that all passes of the norms share. row_norm_fwd.py and row_norm_bwd.py have the formulas."""
+"""The steps with one tile that all passes of the norms share. row_norm_fwd.py and row_norm_bwd.py have the formulas.
+
+A tile has C.rows rows and C.block columns. Its *position* is the number of column 0 of the tile in each row, counted
+over the whole tensor, as dropout needs it. A *factor* is what a stage's row multiplies by: gate_activation(gate).
+"""
 
 from __future__ import annotations
 
@@ -7,54 +11,61 @@ import triton.language as tl
 
 from kernel_fusion.backends.triton.kernels.activations import times_slope, value
 from kernel_fusion.backends.triton.kernels.dropout import kept
-from kernel_fusion.backends.triton.kernels.rows import load, row_of, row_offset, shifted, store
+from kernel_fusion.backends.triton.kernels.rows import load, plus_offset, row_of, row_offset, store
 
 
 @triton.jit
 def factor(row, C: tl.constexpr):
-    """The factor for a tile of a stage's row: gate_activation(gate)."""
+    """The factor that a tile of a stage's row gives."""
     return value(row, C.gate_activation)
 
 
 @triton.jit
 def times_factor_slope(g, row, C: tl.constexpr):
-    """The row's gradient, from the factor's."""
+    """The gradient of a tile of a stage's row, from `g`, the gradient of its factor."""
     return times_slope(g, row, C.gate_activation)
 
 
 @triton.jit
-def _dropped(v, seed_ptr, position, C: tl.constexpr, BLOCK: tl.constexpr):
-    """Dropout of a tile; `position` is that of column 0 of every row."""
+def _dropped(v, seed_ptr, position, C: tl.constexpr):
+    """A tile `v` after dropout."""
     if C.threshold > 0:
-        v = tl.where(kept(seed_ptr, position, C.threshold, C.aligned, BLOCK), v * C.kept_scale, 0.0)
+        v = tl.where(kept(seed_ptr, position, C.threshold, C.aligned, C.block), v * C.kept_scale, 0.0)
     return v
 
 
 @triton.jit
-def before_gate(x_ptr, seed_ptr, offset, position, mask, C: tl.constexpr, BLOCK: tl.constexpr, LAST: tl.constexpr):
-    """A tile of dropout(pre_activation(x)), which the residual's gate multiplies."""
-    return _dropped(value(load(x_ptr, offset, mask, C.wide, LAST), C.pre_activation), seed_ptr, position, C, BLOCK)
+def before_gate(x_ptr, seed_ptr, offset, position, mask, C: tl.constexpr):
+    """A tile of dropout(pre_activation(x)), which the gate of a residual multiplies."""
+    return _dropped(value(load(x_ptr, offset, mask, C.wide), C.pre_activation), seed_ptr, position, C)
 
 
 @triton.jit
-def normalised(pointers, offsets, at, position, masks, C: tl.constexpr, BLOCK: tl.constexpr, LAST: tl.constexpr):
-    """h of a tile, BLOCK columns wide, of x and the other row: `pointers`, the seed's the third."""
-    x_ptr, other_ptr, seed_ptr, gate_ptr = pointers
+def normalised(pointers, offsets, at, position, masks, C: tl.constexpr):
+    """The tile of h, which the norm normalises, in the compute type, less the rows' shift if C.shifted.
+
+    `pointers` are those of x, the other row, the seed and the residual's gate, and last the shift itself. `offsets` are
+    those of the tile in x and in the other row. `at` are the tile's columns, and `masks` say which elements and which
+    columns exist.
+    """
+    x_ptr, other_ptr, seed_ptr, gate_ptr, shift = pointers
     mask, col_mask = masks
-    h = before_gate(x_ptr, seed_ptr, offsets[0], position, mask, C, BLOCK, LAST)
+    h = before_gate(x_ptr, seed_ptr, offsets[0], position, mask, C)
     if C.has_residual:
         if C.residual_gate is not None:
             h = h * load(gate_ptr, at, col_mask, C.wide)
-        h = load(other_ptr, offsets[1], mask, C.wide, LAST) + h
+        h = load(other_ptr, offsets[1], mask, C.wide) + h
         h = h.to(other_ptr.dtype.element_ty).to(C.acc)
     if C.first_factor:
-        h = h * factor(load(other_ptr, offsets[1], mask, C.wide, LAST), C)
+        h = h * factor(load(other_ptr, offsets[1], mask, C.wide), C)
+    if C.shifted:
+        h = h - shift
     return h
 
 
 @triton.jit
 def weight_and_bias(pointers, col, mask, C: tl.constexpr):
-    """Weight and bias of some columns, as stored; nothing is read if they are absent."""
+    """Weight and bias of some columns, as they are stored. Where one is absent nothing is read."""
     weight = col
     bias = col
     if C.has_weight:
@@ -65,17 +76,18 @@ def weight_and_bias(pointers, col, mask, C: tl.constexpr):
 
 
 @triton.jit
-def affine(n, parameters, C: tl.constexpr, ROW: tl.constexpr):
-    """norm(h) of a tile, n, and the activation's argument; `parameters` are weight and bias.
+def affine(n, vectors, C: tl.constexpr, ROW: tl.constexpr):
+    """The normalised tile as it is multiplied, and the argument of the activation.
 
-    HF: n is rounded to ROW, the type of h or of x, the argument to the promoted type of that and the weight's.
+    `n` is norm(h), and `vectors` are weight and bias. With the rounding "hf", n is rounded to ROW, the type of h or of
+    x, and the argument to the promoted type of ROW and the weight's type.
     """
-    weight, bias = parameters
+    weight, bias = vectors
     if C.rounding == "hf":
         n = n.to(ROW).to(n.dtype)
     z = n
     if C.has_weight:
-        z = z * shifted(weight.to(z.dtype), C.offset)
+        z = z * plus_offset(weight.to(z.dtype), C.offset)
     if C.has_bias:
         z = z + bias.to(z.dtype)
     if C.rounding == "hf" and C.has_weight and weight.dtype == ROW:
@@ -85,33 +97,51 @@ def affine(n, parameters, C: tl.constexpr, ROW: tl.constexpr):
 
 @triton.jit
 def store_statistics(ptr, row, num_rows, row_mask, statistics, C: tl.constexpr):
-    """Mean and rstd of rows, one after the other; for RMSNorm rstd alone."""
-    mean, rstd = statistics
+    """Store mean, rstd and with C.shifted the shift of rows; each of the three lies behind the one before, of all rows.
+
+    RMSNorm has rstd alone.
+    """
+    mean, rstd, shift = statistics
     if C.rms:
         store(ptr, row, rstd, row_mask)
     else:
         store(ptr, row, mean, row_mask)
         store(ptr, num_rows + row, rstd, row_mask)
+        if C.shifted:
+            store(ptr, 2 * num_rows + row, shift, row_mask)
 
 
 @triton.jit
-def statistics_of(stats_ptr, row, num_stats, row_mask, C: tl.constexpr):
-    """Mean and rstd.
+def statistics_of(stats_ptr, row, num_rows, row_mask, C: tl.constexpr):
+    """Mean, rstd and shift of rows, as `store_statistics` wrote them.
 
-    Not in `rows_at`: Inductor takes what a function reads for written if a result leads to a store.
+    This is no part of `rows_at`, because Inductor takes a tensor that a function reads for one that the kernel writes
+    if a result of that function leads to a store.
     """
     if C.rms:
         rstd = load(stats_ptr, row, row_mask, C.wide)
         mean = tl.zeros_like(rstd)
     else:
         mean = load(stats_ptr, row, row_mask, C.wide)
-        rstd = load(stats_ptr, num_stats + row, row_mask, C.wide)
-    return mean, rstd
+        rstd = load(stats_ptr, num_rows + row, row_mask, C.wide)
+    return mean, rstd, shift_of(stats_ptr, 2 * num_rows + row, row_mask, C)
+
+
+@triton.jit
+def shift_of(ptr, offset, row_mask, C: tl.constexpr):
+    """The number of each row that is subtracted from h, at these offsets; zeros unless C.shifted."""
+    if C.shifted:
+        return load(ptr, offset, row_mask, C.wide)
+    return tl.zeros(row_mask.shape, C.acc)
 
 
 @triton.jit
 def rows_at(sample, group, lengths, strides, steps, C: tl.constexpr):
-    """Rows of samples in a group: their numbers, beginnings in each tensor, and which exist."""
+    """The rows of samples of a group: their numbers, their offsets in each tensor, and which of them exist.
+
+    `strides` has three strides for each tensor that is read. Behind those tensors' offsets comes the one in contiguous
+    tensors, which are the results.
+    """
     num_rows, num_cols, middle, inner = lengths
     row_mask = sample < num_rows
     row = row_of(sample, group, steps, C)
@@ -122,47 +152,49 @@ def rows_at(sample, group, lengths, strides, steps, C: tl.constexpr):
 
 
 @triton.jit
-def gradient(pointers, rows, start, at, statistics, mask, col_mask, C: tl.constexpr, LAST: tl.constexpr):
-    """n, n as it is rounded, g, g * w and the gradient of a last factor's row, of columns `at`, from `start` on.
+def gradient(pointers, rows, start, at, statistics, masks, C: tl.constexpr):
+    """n, n as it is multiplied, g, g * w, and the gradient of a last factor's row, all of the tile of columns `at`.
 
-    `pointers`, here and below, are dy, h, the other row (x where forward stored h), dh, weight, bias, gate, seed, dx,
-    dother and the statistics. Masked dy is read as zero, so g is zero there, and n finite.
+    `pointers`, here and below, are those of dy, h, the other row (x if forward stored h), dh, weight, bias, gate, seed,
+    dx, dother and the statistics. `rows` are the offsets of the rows, and `start` is the tile's first column. Outside
+    the mask dy is read as zero, so g is zero there, and n is finite.
     """
     dy_ptr, h_ptr, other_ptr, _, weight_ptr, bias_ptr, _, seed_ptr, _, _, _ = pointers
     dy_row, h_row, other_row, out_row = rows
-    mean, rstd = statistics
-    dy_offset = dy_row + at
-    h_offset = h_row + at
-    position = out_row + start
+    mean, rstd, shift = statistics
+    mask, col_mask = masks
     if C.stored:
-        h = load(h_ptr, h_offset, mask, C.wide, LAST)
+        h = load(h_ptr, h_row + at, mask, C.wide)
     else:
-        of_forward = (h_ptr, other_ptr, seed_ptr, weight_ptr)  # without a residual there is no gate
-        h = normalised(of_forward, (h_offset, other_row + at), at, position, (mask, col_mask), C, C.block, LAST)
+        of_forward = (h_ptr, other_ptr, seed_ptr, weight_ptr, shift)  # without a residual no gate is read
+        h = normalised(of_forward, (h_row + at, other_row + at), at, out_row + start, masks, C)
     n = (h - mean) * rstd
-    g = load(dy_ptr, dy_offset, mask, C.wide, LAST)
+    g = load(dy_ptr, dy_row + at, mask, C.wide)
     weight, bias = weight_and_bias((weight_ptr, bias_ptr), at, col_mask, C)
     rounded, z = affine(n, (weight, bias), C, h_ptr.dtype.element_ty)
-    if C.rounding == "hf":  # where masked it may have become infinite
+    if C.rounding == "hf":  # outside the mask they may have become infinite
         rounded = tl.where(mask, rounded, 0.0)
         z = tl.where(mask, z, 0.0)
     if C.activation != "identity":
         g = times_slope(g, z, C.activation)
     dfactor = g
     if C.last_factor:
-        row = load(other_ptr, other_row + at, mask, C.wide, LAST)
+        row = load(other_ptr, other_row + at, mask, C.wide)
         dfactor = times_factor_slope(g * z, row, C)
         g = g * factor(row, C)
     if C.has_weight:
-        gw = g * shifted(weight.to(g.dtype), C.offset)
+        gw = g * plus_offset(weight.to(g.dtype), C.offset)
     else:
         gw = g
     return n, rounded, g, gw, dfactor
 
 
 @triton.jit
-def write(pointers, rows, start, at, n, gw, means, rstd, masks, C: tl.constexpr, LAST: tl.constexpr):
-    """dx, and the gradient of the residual or of a first factor's row, of a tile; returns what dgate sums up."""
+def write(pointers, rows, start, at, n, gw, means, rstd, masks, C: tl.constexpr):
+    """Write a tile of dx, and of the gradient of the residual or of a first factor's row.
+
+    `means` are E[g w n] and E[g w] of the rows. The result is the tile that dgate adds up over the rows.
+    """
     _, h_ptr, other_ptr, dh_ptr, _, _, gate_ptr, seed_ptr, dx_ptr, dother_ptr, _ = pointers
     mask, col_mask = masks
     _, h_row, other_row, out_row = rows
@@ -172,41 +204,41 @@ def write(pointers, rows, start, at, n, gw, means, rstd, masks, C: tl.constexpr,
     position = out_row + start
     dh = rstd * (gw - n * mean_gwn - mean_gw)
     if C.has_dh:
-        dh += load(dh_ptr, out_offset, mask, C.wide, LAST)
+        dh += load(dh_ptr, out_offset, mask, C.wide)
     if C.first_factor:
-        row = load(other_ptr, other_offset, mask, C.wide, LAST)
+        row = load(other_ptr, other_offset, mask, C.wide)
         if C.dother:
-            x = load(h_ptr, h_row + at, mask, C.wide, LAST)
-            store(dother_ptr, out_offset, times_factor_slope(dh * x, row, C), mask, LAST)
+            x = load(h_ptr, h_row + at, mask, C.wide)
+            store(dother_ptr, out_offset, times_factor_slope(dh * x, row, C), mask)
         dh = dh * factor(row, C)
     elif C.dother and not C.last_factor:
-        store(dother_ptr, out_offset, dh, mask, LAST)
+        store(dother_ptr, out_offset, dh, mask)
     of_gate = dh
     if C.dgate:
-        u = before_gate(other_ptr, seed_ptr, other_offset, position, mask, C, C.block, LAST)
-        of_gate = tl.where(mask, dh * u, 0.0)
+        of_gate = tl.where(mask, dh * before_gate(other_ptr, seed_ptr, other_offset, position, mask, C), 0.0)
     if C.dx:
         if C.residual_gate is not None:
             dh = dh * load(gate_ptr, at, col_mask, C.wide)
-        dh = _dropped(dh, seed_ptr, position, C, C.block)
+        dh = _dropped(dh, seed_ptr, position, C)
         if C.pre_activation != "identity":
             dh = times_slope(dh, load(other_ptr, other_offset, mask, C.wide), C.pre_activation)
-        store(dx_ptr, out_offset, dh, mask, LAST)
+        store(dx_ptr, out_offset, dh, mask)
     return of_gate
 
 
 @triton.jit
-def write_factor(pointers, rows, at, dfactor, mask, C: tl.constexpr, LAST: tl.constexpr):
-    """The gradient of a last factor, of a tile."""
+def write_factor(pointers, rows, at, dfactor, mask, C: tl.constexpr):
+    """Write a tile of the gradient of a last factor's row, if it is wanted."""
     if C.last_factor and C.dother:
-        store(pointers[9], rows[3] + at, dfactor, mask, LAST)
+        store(pointers[9], rows[3] + at, dfactor, mask)
 
 
 @triton.jit
 def store_partials(pointers, program, programs, at, sums, num_cols, width, C: tl.constexpr):
-    """A program's partial rows of dweight, of dbias, which lie behind those of dweight, and of dgate, at columns `at`.
+    """Store a program's partial rows of dweight, dbias and dgate at columns `at`.
 
-    A row of all groups is `width` long.
+    `pointers` are those of the partial rows of dweight, behind which those of dbias lie, and of dgate. `program` is one
+    of `programs`, and a partial row of all groups is `width` long.
     """
     partials_ptr, of_gate_ptr = pointers
     dweight, dbias, dgate = sums
@@ -221,6 +253,7 @@ def store_partials(pointers, program, programs, at, sums, num_cols, width, C: tl
 
 @triton.jit
 def _down(sums):
+    """The sums of the columns of a tile; a row stays as it is."""
     if len(sums.shape) == 2:
         sums = tl.sum(sums, axis=0)
     return sums

@@ -1,6 +1,7 @@
-"""Places of rows, the type that a kernel computes in, and programmatic dependent launch.
+"""The places of rows in memory, loads and stores in the type that a kernel computes in, and sums over ranks.
 
-A chained kernel starts while the one before it runs, and waits for all earlier launches before it touches memory.
+A kernel that works on rows takes a tile of C.rows rows and C.block columns at a time. A norm may have *groups* of rows,
+each with a weight and a bias of its own. All groups have as many rows, which are called their *samples*.
 """
 
 from __future__ import annotations
@@ -10,31 +11,17 @@ import triton.language as tl
 
 
 @triton.jit
-def wait_for_previous_kernel(CHAINED: tl.constexpr):
-    """Before memory is touched, if the kernel is chained."""
-    if CHAINED:  # pragma: gpu
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def let_next_kernel_start(RELEASES: tl.constexpr):
-    """Once every program is here or ended, a chained next kernel may start."""
-    if RELEASES:  # pragma: gpu
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
 def scalar(argument, DTYPE: tl.constexpr):
-    """PyTorch 2.11 traces a 1 as a plain number."""
+    """A number that the kernel was given, as DTYPE. PyTorch 2.11 traces a 1 as a plain number."""
     return tl.full([], argument, DTYPE)
 
 
 @triton.jit
 def row_offset(row, extents, strides, UNIT: tl.constexpr, FLAT: tl.constexpr):
-    """The offset of row number `row` (int64) of a tensor whose rows are indexed (outer, middle, inner).
+    """The offset of row number `row` (int64) in a tensor whose rows are indexed (outer, middle, inner).
 
-    `extents` are middle and inner, `strides` all three in UNIT elements. FLAT: both extents are 1, which saves
-    divisions.
+    `extents` are the sizes of middle and inner. `strides` are all three, and count UNIT elements. FLAT says that both
+    extents are 1, which saves divisions.
     """
     if FLAT:
         return row * (strides[0] * UNIT)
@@ -45,10 +32,19 @@ def row_offset(row, extents, strides, UNIT: tl.constexpr, FLAT: tl.constexpr):
 
 
 @triton.jit
-def place(per_group, C: tl.constexpr, REVERSED: tl.constexpr = False):
-    """This program's number in its group of rows, the group, and their number.
+def tile_of_rows(num_rows, C: tl.constexpr):
+    """The numbers of a program's rows (int64, one below the other), which of them exist, and C.block columns."""
+    ROWS: tl.constexpr = C.rows
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    return row, row < num_rows, tl.arange(0, C.block)[None, :]
 
-    Axis 0 of the grid has `per_group` programs for each.
+
+@triton.jit
+def place(per_group, C: tl.constexpr, REVERSED: tl.constexpr = False):
+    """The number of this program among those of its group, the group's number, and how many groups there are.
+
+    Axis 0 of the grid has `per_group` programs for each group. REVERSED counts programs from the last one, which has
+    the rows that a kernel before wrote last, so that the L2 cache still holds them.
     """
     number = tl.program_id(0)
     if REVERSED:
@@ -64,10 +60,7 @@ def place(per_group, C: tl.constexpr, REVERSED: tl.constexpr = False):
 
 @triton.jit
 def part_of(number, num_cols, C: tl.constexpr):
-    """The samples of a program that has some blocks of columns, and the first of these.
-
-    C.looped: other programs have other columns of these rows.
-    """
+    """The samples of program `number`, and the first of its columns. With C.looped, others have the other columns."""
     ROWS: tl.constexpr = C.rows
     start = tl.full([], 0, tl.int32)
     if C.looped:
@@ -79,7 +72,7 @@ def part_of(number, num_cols, C: tl.constexpr):
 
 @triton.jit
 def row_of(sample, group, steps, C: tl.constexpr):
-    """The row of a sample in a group; `steps` lead to the next sample and group."""
+    """The number of the row of `sample` in `group`. `steps` are the rows from a sample, and a group, to the next."""
     if C.grouped:
         sample = sample * steps[0] + group * steps[1]
     return sample
@@ -87,7 +80,7 @@ def row_of(sample, group, steps, C: tl.constexpr):
 
 @triton.jit
 def of_all(count, groups, C: tl.constexpr):
-    """How many all groups have, if each has `count`."""
+    """The number of rows, or of columns, of all groups together, if each group has `count`."""
     if C.grouped:
         count = count * groups
     return count
@@ -95,7 +88,7 @@ def of_all(count, groups, C: tl.constexpr):
 
 @triton.jit
 def of_group(ptr, group, pitch, C: tl.constexpr):
-    """The first of a group's columns, `pitch` elements apart."""
+    """The pointer to the first column of a group's vector. The vectors of groups are `pitch` elements apart."""
     if C.grouped:
         ptr += group * pitch
     return ptr
@@ -103,32 +96,27 @@ def of_group(ptr, group, pitch, C: tl.constexpr):
 
 @triton.jit
 def within(col, num_cols, EXACT: tl.constexpr):
-    """Which columns exist. EXACT: all do, and the compiler drops the masks."""
+    """The mask of the columns that exist. EXACT says that all do, and the compiler then drops the mask."""
     if EXACT:
         return tl.full(col.shape, True, tl.int1)
     return col < num_cols
 
 
 @triton.jit
-def shifted(weight, OFFSET: tl.constexpr):
-    """`weight` + OFFSET; the compiler could not drop an addition of zero, because of -0."""
+def plus_offset(weight, OFFSET: tl.constexpr):
+    """`weight` + OFFSET. The compiler could not drop an addition of zero, because of -0."""
     if OFFSET == 0.0:
         return weight
     return weight + OFFSET
 
 
 @triton.jit
-def load(ptr, offset, mask, WIDE: tl.constexpr, LAST: tl.constexpr = False):
-    """A tile, widened to float64 if WIDE, else to float32. Zero where masked.
-
-    LAST: the second of two readings, which pushes nothing out of the L2 cache. Not a single one: after a kernel that
-    filled the cache, it would find little room.
-    """
-    policy: tl.constexpr = "evict_first" if LAST else ""
+def load(ptr, offset, mask, WIDE: tl.constexpr):
+    """A tile at these offsets, widened to float64 if WIDE and else to float32, and zero outside the mask."""
     if mask is None:
-        values = tl.load(ptr + offset, eviction_policy=policy)
+        values = tl.load(ptr + offset)
     else:
-        values = tl.load(ptr + offset, mask=mask, other=0.0, eviction_policy=policy)
+        values = tl.load(ptr + offset, mask=mask, other=0.0)
     if WIDE:
         return values.to(tl.float64)
     else:
@@ -136,17 +124,16 @@ def load(ptr, offset, mask, WIDE: tl.constexpr, LAST: tl.constexpr = False):
 
 
 @triton.jit
-def store(ptr, offset, values, mask, LAST: tl.constexpr = False):
-    """A tile, rounded to the tensor's type."""
-    policy: tl.constexpr = "evict_first" if LAST else ""
-    tl.store(ptr + offset, values.to(ptr.dtype.element_ty), mask=mask, eviction_policy=policy)
+def store(ptr, offset, values, mask):
+    """Store a tile at these offsets, inside the mask, rounded to the tensor's type."""
+    tl.store(ptr + offset, values.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def store_sums(ptr, row, num_rows, num_cols, row_mask, sums, C: tl.constexpr):
-    """Two sums of each row, for RMSNorm one, over a rank's columns; and how many those are, once.
+    """Store the two sums of each row over this rank's columns; RMSNorm has one.
 
-    In float64, and by kinds: the first sum of all rows, then the second, then the number of columns.
+    `ptr` gets the first sum of all rows, then the second, then the number of columns, all in float64.
     """
     store(ptr, row, sums[0], row_mask)
     if not C.rms:
@@ -157,10 +144,10 @@ def store_sums(ptr, row, num_rows, num_cols, row_mask, sums, C: tl.constexpr):
 
 @triton.jit
 def means_over_ranks(ptr, row, num_rows, row_mask, C: tl.constexpr):
-    """The sums of `store_sums`, added up over all ranks, divided by the number of all columns."""
+    """The two sums that `store_sums` wrote, added up over all ranks, divided by the number of all ranks' columns."""
     first = load(ptr, row, row_mask, True)
     second = tl.zeros_like(first)
     if not C.rms:
         second = load(ptr, num_rows + row, row_mask, True)
-    each = 1.0 / tl.load(ptr + (1 if C.rms else 2) * num_rows)  # last: it branches
+    each = 1.0 / tl.load(ptr + (1 if C.rms else 2) * num_rows)  # last, because the division branches
     return first * each, second * each
