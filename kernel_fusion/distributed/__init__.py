@@ -1,4 +1,7 @@
-"""Tensors spread over ranks. `import kernel_fusion` skips it: `torch.distributed.tensor` takes half a second."""
+"""Calls of tensors that are spread over ranks: DTensors, parallel styles, and norms of rows that ranks share.
+
+`import kernel_fusion` does not import this package, because `torch.distributed.tensor` takes half a second.
+"""
 
 from __future__ import annotations
 

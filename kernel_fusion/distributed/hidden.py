@@ -36,7 +36,16 @@ Groups = tuple[dist.ProcessGroup, ...]
 
 
 class _Norm(NamedTuple):
-    """What is computed, tensors apart; `rounds_to` is what "hf" rounds the normalised value to, or None."""
+    """The arguments of a norm that are no tensors.
+
+    Attributes:
+        num_dims: How many of the last dimensions are normalised.
+        eps: The number that is added to the variance.
+        weight_offset: The number that is added to the weight.
+        rms: Whether the norm is RMSNorm, and not LayerNorm.
+        out_dtype: The type of the result.
+        rounds_to: The type to which the rounding "hf" rounds the normalised value, or None for the rounding "once".
+    """
 
     num_dims: int
     eps: float
@@ -47,7 +56,7 @@ class _Norm(NamedTuple):
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """Those of a row."""
+        """The dimensions of a row, counted from the last one."""
         return tuple(range(-self.num_dims, 0))
 
 
@@ -55,7 +64,7 @@ def operator(name: str, backend: str | None, groups: Groups) -> Callable[..., An
     """Return the operator `name` of a norm, for tensors whose normalised dimensions these groups share.
 
     Raises:
-        BackendUnavailableError: a backend was asked for that has no kernels for this.
+        BackendUnavailableError: A backend was asked for that has no kernels for this.
     """
     if backend is not None and (reason := checks.without_kernels("group", backend)):
         raise BackendUnavailableError(f"`{name}`: backend {backend!r} was requested, but {reason}")
@@ -78,12 +87,12 @@ def _row_norm(rms: bool, staged: Callable[..., tuple[Tensor, Tensor]], input: Te
 
 
 def _staged_row_norm(backend: str | None, groups: Groups, *args: Any) -> tuple[Tensor, Tensor]:
-    """The norm by the Triton kernels, or by the definition."""
+    """The results of the operator `staged_row_norm`, by the Triton kernels or by the definition."""
     c = norm_call(*args)
     input, affine = c.input, (c.weight, c.bias)
     shape = checks.parameter_shape(input, c.num_dims, c.stages.grouped, *affine)
     if not checks.shaped(shape, *affine):
-        # Raises, before ranks wait.
+        # This raises, before other ranks wait for this one.
         eager.pytorch_row_norm(input, shape, *affine, c.eps, c.weight_offset, None, c.rms)
     c = c._replace(out_dtype=c.out_dtype or norm_dtype(input, c.rms))
     tensors = [t for t in (input, c.residual, *affine) if t is not None]
@@ -96,7 +105,7 @@ def _staged_row_norm(backend: str | None, groups: Groups, *args: Any) -> tuple[T
 
 
 def _definition(groups: Groups, c: NormCall) -> tuple[Tensor, Tensor]:
-    """As the definition, backends/eager/row_norm.py, with the norm in the middle over all ranks."""
+    """The definition in backends/eager/row_norm.py, in which the norm is one over all ranks."""
     checks.staged_row_norm(c)
     input, residual = c.input, c.residual
     wide, around = compute_dtype(input.dtype), Stages(**compiled_in(c.stages._asdict()))
@@ -115,7 +124,7 @@ def _definition(groups: Groups, c: NormCall) -> tuple[Tensor, Tensor]:
 
 
 class _JoinedNorm(torch.autograd.Function):
-    """The norm of h and its weight and bias, over all ranks of the groups."""
+    """The norm of h over all ranks of the groups, times weight plus bias."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, weight: Tensor | None, bias: Tensor | None, norm: _Norm, groups: Groups) -> Tensor:
@@ -152,7 +161,7 @@ class _JoinedNorm(torch.autograd.Function):
 
 
 def _statistics(h: Tensor, norm: _Norm, groups: Groups) -> tuple[Tensor | None, Tensor, Tensor]:
-    """mean (LayerNorm's) and rstd of the rows, in the compute type, and how many columns they have."""
+    """The mean and rstd of the rows in the compute type, and how many columns all ranks have; RMSNorm has no mean."""
     count, columns = _columns(h, norm)
     dtype = compute_dtype(h.dtype)
     if norm.rms:
@@ -170,19 +179,25 @@ def _statistics(h: Tensor, norm: _Norm, groups: Groups) -> tuple[Tensor | None, 
 
 
 def _near_the_mean(h: Tensor, norm: _Norm, groups: Groups) -> Tensor:
-    """A number of each row from which its mean differs by rounding errors alone, the same on all ranks."""
+    """A number for each row that differs from its mean by rounding errors alone, and is the same on all ranks."""
     sums, total = _all_reduced([h.sum(norm.dims, keepdim=True)], groups, _columns(h, norm)[0])
     return sums / total
 
 
 def _columns(h: Tensor, norm: _Norm) -> tuple[Tensor, int]:
-    """How many columns of a row this rank has, also as a tensor."""
+    """How many columns of a row this rank has, as a number and as a tensor."""
     columns = math.prod(h.shape[h.dim() - norm.num_dims :])
     return torch.full((), columns, dtype=torch.float64, device=h.device), columns
 
 
 def _all_reduced(sums: Sequence[Tensor], groups: Groups, *others: Tensor) -> list[Tensor]:
-    """The sums over all ranks of tensors of one shape, and of single numbers, in float64, with one collective."""
+    """The sums over all ranks of tensors of one shape, and of single numbers, in float64, by one collective.
+
+    Args:
+        sums: The tensors.
+        groups: The process groups, over each of which is summed.
+        others: The tensors of one number.
+    """
     parts = [cast(t, torch.float64).flatten() for t in (*sums, *others)]
     packed = torch.cat(parts)
     _all_reduce(groups, packed)
@@ -191,6 +206,7 @@ def _all_reduced(sums: Sequence[Tensor], groups: Groups, *others: Tensor) -> lis
 
 
 def _all_reduce(groups: Groups, packed: Tensor) -> None:
+    """Add up a tensor over the ranks of each group, in place."""
     for group in groups:
         dist.all_reduce(packed, group=group)
 
@@ -201,7 +217,10 @@ def _normalized(h: Tensor, mean: Tensor | None, rstd: Tensor) -> Tensor:
 
 
 def _affine(n: Tensor, weight: Tensor | None, bias: Tensor | None, norm: _Norm) -> Tensor:
-    """n times weight plus bias; rounded where Hugging Face's norms round, whose gradients pass straight through."""
+    """n times weight plus bias, in the compute type.
+
+    With the rounding "hf" it is rounded as Hugging Face's norms round. Gradients pass straight through roundings.
+    """
     y = _rounded(n, norm.rounds_to)
     if weight is not None:
         y = y * (cast(weight, n.dtype) + norm.weight_offset)
@@ -213,5 +232,5 @@ def _affine(n: Tensor, weight: Tensor | None, bias: Tensor | None, norm: _Norm) 
 
 
 def _rounded(t: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """t rounded to this dtype, if any, in its own."""
+    """t rounded to `dtype` and back in its own dtype, or t itself if there is no `dtype`."""
     return t if dtype is None else cast(cast(t, dtype), t.dtype)

@@ -1,6 +1,6 @@
-"""Which part of each axis this rank has, chosen so that little is moved.
+"""The part of each axis of an operator's tensors that this rank has, chosen so that little is moved.
 
-Each dimension of the mesh shards at most one axis: one that the largest argument has sharded already.
+Each dimension of the mesh shards at most one axis, which is one that the largest argument has sharded already.
 """
 
 from __future__ import annotations
@@ -29,20 +29,23 @@ class Part:
     pieces: int = 1
 
     def placement(self, dim: int) -> Placement:
-        """A tensor's placement whose dimension `dim` is the axis."""
+        """Return the placement of a tensor whose dimension `dim` is this axis."""
         return Shard(dim) if self.pieces == 1 else _StridedShard(dim, split_factor=self.pieces)
 
 
 @dataclass(frozen=True)
 class Shards:
-    """The part that each dimension of the mesh shards; None if all ranks along it compute the same."""
+    """The parts that the dimensions of the mesh shard, in their order.
+
+    A part is None if all ranks along that dimension compute the same.
+    """
 
     mesh: DeviceMesh
     parts: tuple[Part | None, ...]
 
     @classmethod
     def chosen(cls, call: Call, operands: dict[int, DTensor], mesh: DeviceMesh) -> Shards:
-        """The shards that the largest arguments have already."""
+        """Return the shards that the largest of the `operands` have already, as far as `call` allows them."""
         by_size = sorted(operands, key=lambda i: -elements(operands[i]))
 
         def part(mesh_dim: int) -> Part | None:
@@ -58,16 +61,17 @@ class Shards:
         return cls(mesh, tuple(map(part, range(mesh.ndim))))
 
     def placements(self, axes: Axes, otherwise: Placement) -> tuple[Placement, ...]:
-        """A tensor's placements by its axes: `otherwise` for those that it lacks."""
+        """Return the placements of a tensor with these axes; `otherwise` is that for an axis that it lacks."""
         return tuple(
             Replicate() if part is None else part.placement(axes.index(part.axis)) if part.axis in axes else otherwise
             for part in self.parts
         )
 
     def local(self, tensor: DTensor, axes: Axes, is_small: bool) -> torch.Tensor:
-        """This rank's part of an argument; a shared one's gradient is the sum over ranks.
+        """Return this rank's part of an argument. The gradient of an argument that ranks share is the sum over them.
 
-        A small replicated one is sliced after `to_local`: PyTorch would gather the gradient of its own slice.
+        A small replicated argument is sliced after `to_local`, because PyTorch would gather the gradient of its own
+        slice.
         """
         placements, grads = self.placements(axes, Replicate()), self.placements(axes, Partial())
         sharded = [m for m, part in enumerate(self.parts) if part is not None and part.axis in axes]
@@ -81,18 +85,18 @@ class Shards:
         return _laid_out(tensor, placements).to_local(grad_placements=grads)
 
     def whole(self, result: torch.Tensor, axes: Axes, sizes: Sequence[int]) -> DTensor:
-        """The DTensor of which `result` is this rank's part or summand."""
+        """Return the DTensor of which `result` is this rank's part, or one term of a sum over the ranks."""
         shape = torch.Size(1 if axis is None else sizes[axis] for axis in axes)
         placements = self.placements(axes, Partial())
         stride = _dense_strides(shape, result)
         return DTensor.from_local(result, self.mesh, placements, run_check=False, shape=shape, stride=stride)
 
     def along(self, axes: frozenset[int]) -> tuple[int, ...]:
-        """The dimensions of the mesh that shard one of these axes."""
+        """Return the dimensions of the mesh that shard one of these axes."""
         return tuple(m for m, part in enumerate(self.parts) if part is not None and part.axis in axes)
 
     def seed(self, seed: torch.Tensor) -> torch.Tensor:
-        """The seed of this rank's part, the same for its copies."""
+        """Return the seed of this rank's part, which is the same for copies of the part on other ranks."""
         index = 0
         for mesh_dim, part in enumerate(self.parts):
             if part is not None:
@@ -101,7 +105,7 @@ class Shards:
         return seed + (step - 2**64 if step >= 2**63 else step)
 
     def slice(self, tensor: torch.Tensor, dim: int, axis: int | None) -> torch.Tensor:
-        """This rank's part along `axis`."""
+        """Return this rank's part of the tensor, whose dimension `dim` is `axis`."""
         for mesh_dim, part in enumerate(self.parts):
             if part is not None and part.axis == axis:
                 world, rank = self.mesh.size(mesh_dim), self.mesh.get_local_rank(mesh_dim)
@@ -111,11 +115,15 @@ class Shards:
 
 
 def _laid_out(tensor: DTensor, placements: tuple[Placement, ...]) -> DTensor:
+    """The tensor with these placements."""
     return tensor if tensor.placements == placements else tensor.redistribute(placements=placements)
 
 
 def gathered(tensor: DTensor, whole: Callable[[int], bool]) -> DTensor:
-    """The tensor with the dimensions of which this holds on all ranks: PyTorch's views do not gather what they need."""
+    """Return the tensor with all placements for which `whole` holds replicated.
+
+    PyTorch's views do not gather what they need.
+    """
     shards = [isinstance(p, (Shard, _StridedShard)) and whole(p.dim) for p in tensor.placements]
     placed = zip(tensor.placements, shards, strict=True)
     return _laid_out(tensor, tuple(Replicate() if gathers else p for p, gathers in placed))
@@ -127,7 +135,7 @@ def _chunk(tensor: torch.Tensor, dim: int, world: int, rank: int) -> torch.Tenso
 
 
 def elements(tensor: torch.Tensor) -> int:
-    """The number of elements; an expanded dimension counts once."""
+    """Return the number of elements of a tensor, in which an expanded dimension counts once."""
     return math.prod([size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride])
 
 
@@ -139,14 +147,17 @@ def _part_of(placement: Placement, axes: Axes) -> Part | None:
 
 
 def _dense_strides(shape: torch.Size, like: torch.Tensor) -> tuple[int, ...]:
-    """Gapless strides, in the order of `like`."""
+    """The strides without gaps of a tensor whose dimensions lie in the order of those of `like`."""
     dims = range(len(shape))
     order = dims if like.is_contiguous() else sorted(dims, key=lambda d: (-like.stride()[d], d))
     return tuple(dense_strides(shape, order))
 
 
 def halves(input: DTensor, dim: int) -> tuple[torch.Tensor, ...]:
-    """Both halves: without sending anything where each rank has the same part of both, else by PyTorch's chunk."""
+    """Return both halves of the input along `dim`.
+
+    Nothing is sent if each rank has the same part of both halves. Otherwise PyTorch's chunk makes them.
+    """
     dim %= input.dim()
     sharded = [m for m, p in enumerate(input.placements) if isinstance(p, (Shard, _StridedShard)) and p.dim == dim]
     if len(sharded) != 1 or getattr(input.placements[sharded[0]], "split_factor", 1) != 2:

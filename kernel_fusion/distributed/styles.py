@@ -1,7 +1,7 @@
-"""Parallel styles for `parallelize_module`: what PyTorch's own do not do for modules with two inputs or packed outputs.
+"""Parallel styles for `parallelize_module`, for modules with two inputs or packed outputs.
 
-`SequenceParallel`, `ColwiseParallel`, `RowwiseParallel` and `PrepareModuleInput` take the modules with one input as
-they are. These are the rest; they subclass PyTorch's where there is one to subclass.
+PyTorch's `SequenceParallel`, `ColwiseParallel`, `RowwiseParallel` and `PrepareModuleInput` take the modules with one
+input as they are. The styles here are for the others, and are subclasses of PyTorch's if there is a similar one.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class ResidualSequenceParallel(SequenceParallel):
     `output_layouts=Partial()`) by a reduce-scatter.
 
     Args:
-        sequence_dim: the dimension that is sharded.
-        use_local_output: give back this rank's parts as tensors, instead of DTensors.
+        sequence_dim: The dimension that is sharded.
+        use_local_output: Whether results are this rank's parts as tensors, and not DTensors.
 
     For :class:`kernel_fusion.FusedAddLayerNorm`, :class:`kernel_fusion.FusedAddRMSNorm` and
     :class:`kernel_fusion.FusedGatedRMSNorm`. Parameters are replicated; their gradients are partial sums.
@@ -59,13 +59,14 @@ class FeatureParallel(ParallelStyle):
     ranks send one small all-reduce in each direction.
 
     Args:
-        use_local_output: return this rank's parts as tensors, as `ColwiseParallel` does, instead of DTensors.
+        use_local_output: Whether results are this rank's parts as tensors, as `ColwiseParallel` has them, and not
+            DTensors.
 
     Give inputs by position; a tensor is this rank's part. Dropout differs between ranks even if all have the same
     seed.
 
     Raises:
-        TypeError: an input is no tensor.
+        TypeError: An input is no tensor.
 
     Example:
         >>> from kernel_fusion.distributed import FeatureParallel
@@ -108,16 +109,18 @@ class PackedColwiseParallel(ColwiseParallel):
     (`use_local_output=False`) for :class:`kernel_fusion.FusedGatedAct`, which then halves each rank's columns.
 
     Args:
-        parts: how many things the output holds, of one size: 2 for gate and value, 3 for query, key and value.
-        input_layouts, use_local_output: as in `ColwiseParallel`.
+        parts: How many things of one size the output holds: 2 for gate and value, 3 for query, key and value.
+        input_layouts: As in `ColwiseParallel`.
+        use_local_output: As in `ColwiseParallel`.
 
     The state dict has the weight in the order of `nn.Linear`, sharded by rows. Optimizer states have the order of
     the ranks' parts, and PyTorch's distributed checkpoints refuse them. Under FSDP2 state dicts need
     :func:`fsdp_placement`, which cannot serve a bias.
 
     Raises:
-        NotImplementedError: the module is no `nn.Linear`; or PyTorch, older than 2.13, cannot redistribute such parts.
-        ValueError: the ranks cannot have equal parts.
+        NotImplementedError: The module is no `nn.Linear`, or PyTorch is older than 2.13 and cannot redistribute such
+            parts.
+        ValueError: The ranks cannot have equal parts.
 
     Example:
         >>> from kernel_fusion.distributed import PackedColwiseParallel
@@ -154,43 +157,45 @@ class PackedColwiseParallel(ColwiseParallel):
 
 
 def _local(outputs: Any) -> Any:
-    """The ranks' parts of a DTensor, or of a tuple of them."""
+    """This rank's part of a DTensor, or of each DTensor of a tuple."""
     if isinstance(outputs, DTensor):
         return outputs.to_local()
     return type(outputs)(*map(_local, outputs))
 
 
 def _shard_parameters(module: nn.Module, device_mesh: DeviceMesh, placement: Placement, source: int | None) -> None:
-    """Shard the parameters of the module itself, as rank `source` of the mesh has them."""
+    """Shard the parameters of the module, but not those of modules in it, as rank `source` of the mesh has them."""
     for key, parameter in module.named_parameters(recurse=False):
         sharded = distribute_tensor(parameter, device_mesh, [placement], src_data_rank=source)
         module.register_parameter(key, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
 
 
 def _in_one_piece(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Put each rank's rows side by side, as distributed checkpoints can describe."""
+    """Put the rows of each rank side by side in a state dict, as distributed checkpoints can describe them."""
     for key in ("weight", "bias"):
         if isinstance(value := state.get(prefix + key), DTensor):
-            inner = value.device_mesh.ndim - 1  # outer dimensions of the mesh are FSDP2's
+            inner = value.device_mesh.ndim - 1  # the outer dimensions of the mesh are FSDP2's
             state[prefix + key] = _laid_out(value, [*value.placements[:inner], Shard(0)])
 
 
 def _in_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Lay DTensors out as the module's; whoever loads a plain tensor spreads it."""
+    """Lay the DTensors of a state dict out as the module's are; PyTorch spreads plain tensors when it loads them."""
     for key in ("weight", "bias"):
         if isinstance(value := state.get(prefix + key), DTensor):
             state[prefix + key] = _laid_out(value, getattr(module, key).placements)
 
 
 def fsdp_placement(parameter: nn.Parameter) -> Shard | None:
-    """Where FSDP2 shards a parameter: packed weights by columns, which leaves the order of their rows alone.
+    """Return the placement with which FSDP2 shards a parameter: packed weights by columns.
+
+    That leaves the order of the rows of a packed weight alone.
 
     Give it to PyTorch's `fully_shard` as `shard_placement_fn` where layers are sharded by `PackedColwiseParallel`.
     FSDP2's own choice is rows, and it describes interleaved rows wrongly: training is right, but checkpoints would be
     wrong, so `state_dict` raises.
 
     Args:
-        parameter: of a module that is about to be sharded.
+        parameter: A parameter of a module that is about to be sharded.
 
     Returns:
         `Shard(1)` for a packed weight; None, FSDP2's own choice, for the rest.
@@ -205,7 +210,7 @@ def fsdp_placement(parameter: nn.Parameter) -> Shard | None:
 
 
 def _laid_out(value: DTensor, placements: Any) -> DTensor:
-    """Gather, then shard: PyTorch exchanges no interleaved parts."""
+    """The value with these placements: gathered and then sharded, because PyTorch exchanges no interleaved parts."""
     if sum(isinstance(p, (Shard, _StridedShard)) and p.dim == 0 for p in value.placements) > 1:
         raise RuntimeError(
             "PackedColwiseParallel: the state dict of a packed weight whose rows FSDP2 shards would be in another "

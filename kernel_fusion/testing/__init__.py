@@ -1,1 +1,1 @@
-"""Judges correctness by float64 references and derived error budgets, for the tests and `verify`."""
+"""The oracle of the tests and of `verify`: it judges results by float64 references and derived error budgets."""

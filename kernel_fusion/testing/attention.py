@@ -20,12 +20,13 @@ from kernel_fusion.testing.long_double import sum_to
 
 @dataclass(frozen=True)
 class _MaskedCase(Case):
-    """The common part of softmax and scores.
+    """What cases of softmax and of attention scores share.
 
     Attributes:
-        mask: "boolean" (True with probability 3/4), "dead" (the same, but the first row is masked), "additive" or None.
-        mask_shape: None for the scores' shape.
-        mask_dtype: of an additive mask; None for the input's.
+        mask: The kind of mask: "boolean" (True with probability 3/4), "dead" (the same, but the first row is masked),
+            "additive", or None.
+        mask_shape: The shape of the mask; None for the shape of the scores.
+        mask_dtype: The dtype of an additive mask; None for the dtype of the input.
     """
 
     mask: str | None = None
@@ -40,7 +41,7 @@ class _MaskedCase(Case):
 
     @property
     def result_size(self) -> int:
-        """The size of an additive mask's gradient, else of the result."""
+        """The number of elements of an additive mask's gradient if there is such a mask, and else of the result."""
         return math.prod(self.mask_shape or self.scores_shape) if self.mask == "additive" else super().result_size
 
     def _make_mask(self, draw: Draw) -> Tensor | None:
@@ -72,7 +73,7 @@ def _weights(scores: Tensor, dim: int = -1) -> Tensor:
 
 
 def _weights_by_hand(scores: Array, dy: Array, axis: int = -1) -> tuple[Array, Array]:
-    """Softmax, and the gradient of the scores."""
+    """Softmax of the scores, and the gradient of the scores if `dy` arrives at it, in NumPy's long double."""
     if scores.size == 0:
         return scores, scores
     largest = scores.max(axis, keepdims=True)
@@ -84,7 +85,7 @@ def _weights_by_hand(scores: Array, dy: Array, axis: int = -1) -> tuple[Array, A
 
 @dataclass(frozen=True)
 class SoftmaxCase(_MaskedCase):
-    """One call of `softmax`; `dim` and `scale` are the verb's, `layout` is that of the input."""
+    """One call of `softmax`. `dim` and `scale` are the function's arguments, and `layout` is that of the input."""
 
     dim: int = -1
     scale: float = 1.0
@@ -112,7 +113,7 @@ class SoftmaxCase(_MaskedCase):
         return {"y": eager.softmax(inputs.x.movedim(self.dim, -1), mask, self.scale, self.causal).movedim(-1, self.dim)}
 
     def pytorch(self, inputs: Tensors) -> Results:
-        """Multiplication, mask and softmax."""
+        """The multiplication, the mask and softmax, each by PyTorch."""
         scaled = inputs.x if self.scale == 1.0 else inputs.x * self.scale
         scores = unfused.masked(scaled, inputs.mask, self.causal)
         masked = inputs.mask is not None or self.causal
@@ -120,7 +121,7 @@ class SoftmaxCase(_MaskedCase):
         return {"y": y.to(self.dtype)}
 
     def long_double(self, inputs: Tensors) -> Reference:
-        """The formulas of forward and backward."""
+        """Return results and gradients by formulas."""
         scores = self._masked_by_hand(self.scale * wide(inputs.x), inputs.mask)
         if not self.shape:
             return {"y": np.ones(()), "dx": np.zeros(())}
@@ -134,9 +135,10 @@ class ScoresCase(_MaskedCase):
     """One call of `attention_scores`.
 
     Attributes:
-        shape, dtype: of the query, (..., L, D); dtype of the key, too.
-        key_shape: (..., S, D); None for the query's.
-        layout: of query and key, as in `lay_out`.
+        shape: The shape of the query, (..., L, D).
+        dtype: The dtype of query and key.
+        key_shape: The shape of the key, (..., S, D); None for that of the query.
+        layout: The layout of query and key, as in `lay_out`.
     """
 
     key_shape: tuple[int, ...] | None = None
@@ -146,18 +148,18 @@ class ScoresCase(_MaskedCase):
 
     @property
     def scores_shape(self) -> tuple[int, ...]:
-        """(..., L, S)."""
+        """The shape of the scores, (..., L, S)."""
         key = self.key_shape or self.shape
         return (*torch.broadcast_shapes(self.shape[:-2], key[:-2]), self.shape[-2], key[-2])
 
     @property
     def runs_kernels(self) -> bool:
-        """Only normalised scores run our kernels; plain ones are PyTorch's."""
+        """Whether kernels must run: only normalised scores need them, and plain ones are PyTorch's product."""
         return self.normalize and super().runs_kernels
 
     @property
     def factor(self) -> float:
-        """The factor of the product."""
+        """The number that multiplies the product of query and key."""
         return self.shape[-1] ** -0.5 if self.scale is None else self.scale
 
     def make_inputs(self, device: torch.device | str, seed: int = 0) -> Tensors:
@@ -176,7 +178,7 @@ class ScoresCase(_MaskedCase):
         return {"y": kf.attention_scores(inputs.query, inputs.key, self.scale, mask=inputs.mask, **options)}
 
     def definition(self, inputs: Tensors) -> Results:
-        """Product, scale, PyTorch's masking, and the definition of softmax."""
+        """The scores by a product, the scale and PyTorch's masking, and their softmax by the definition."""
         scores = inputs.query @ inputs.key.mT * self.factor
         if not self.normalize:
             return {"y": unfused.masked(scores, inputs.mask, self.causal)}
@@ -184,13 +186,13 @@ class ScoresCase(_MaskedCase):
         return {"y": eager.softmax(scores, mask, 1.0, self.causal)}
 
     def pytorch(self, inputs: Tensors) -> Results:
-        """Product, multiplication, mask and, if wanted, softmax."""
+        """The product, a multiplication, the mask and, if wanted, softmax, each by PyTorch."""
         scores = unfused.attention_scores(inputs.query, inputs.key, self.scale)
         scores = unfused.masked(scores, inputs.mask, self.causal)
         return {"y": (_weights(scores) if self.normalize else scores).to(self.dtype)}
 
     def long_double(self, inputs: Tensors) -> Reference:
-        """The formulas of forward and backward."""
+        """Return results and gradients by formulas."""
         query, key, dscores = wide(inputs.query), wide(inputs.key), wide(inputs.dy)
         y = self._masked_by_hand(self.factor * (query @ np.swapaxes(key, -1, -2)), inputs.mask)
         if self.normalize:

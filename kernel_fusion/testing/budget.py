@@ -21,12 +21,14 @@ Reference = dict[str, Array]
 
 @dataclass(frozen=True)
 class Comparison:
-    """One tensor against its float64 reference, in absolute terms.
+    """The verdict on one tensor, compared with its float64 reference by absolute errors.
 
     Attributes:
-        name: of a result, "y" or "h", or of a gradient, "dx" and so on.
-        error, pytorch_error: largest absolute errors, ours and PyTorch's.
-        excess: largest error over its budget; at most 1 passes. Infinite if only one of the two is NaN.
+        name: The name of a result, "y" or "h", or of a gradient, such as "dx".
+        error: Our largest absolute error.
+        pytorch_error: PyTorch's largest absolute error.
+        excess: Our largest error divided by its budget. A tensor passes with at most 1. If only one of ours and the
+            reference is NaN somewhere, this is infinite.
     """
 
     name: str
@@ -41,7 +43,7 @@ class Comparison:
 
 
 def judge(name: str, draws: list[tuple[Tensor, Any, Tensor]]) -> Comparison:
-    """Judge draws of (our result, reference, PyTorch's result)."""
+    """Return the verdict on the tensor `name`, from draws of (our result, the reference, PyTorch's result)."""
     errors, roundings, pytorch_error = [], [], 0.0
     for ours, expected, theirs in draws:
         if ours.shape != expected.shape or ours.dtype != theirs.dtype:
@@ -53,7 +55,7 @@ def judge(name: str, draws: list[tuple[Tensor, Any, Tensor]]) -> Comparison:
         info = torch.finfo(ours.dtype)
         errors.append(_errors(ours, expected))
         roundings.append(np.maximum(np.nan_to_num(np.abs(expected)) * (info.eps / 2), info.tiny))
-        # PyTorch's overflows and NaN do not widen the budget.
+        # An overflow or a NaN of PyTorch's does not widen the budget.
         their_errors = _errors(theirs, expected)
         pytorch_error = max(pytorch_error, float(their_errors[np.isfinite(their_errors)].max(initial=0.0)))
     worst = [
@@ -65,7 +67,7 @@ def judge(name: str, draws: list[tuple[Tensor, Any, Tensor]]) -> Comparison:
 
 
 def _errors(result: Tensor, expected: Array) -> Array:
-    """Absolute errors; equal infinities, and expected NaN, count as 0."""
+    """The absolute errors of a result. Equal infinities, and a NaN where one is expected, count as no error."""
     got = result.detach().cpu().double().numpy()  # a long double reference widens it further
     same = (got == expected) | (np.isnan(got) & np.isnan(expected))
     with np.errstate(invalid="ignore"):  # inf - inf of equal signs

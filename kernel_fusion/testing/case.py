@@ -45,14 +45,17 @@ _SHORT = {
 
 
 class Tensors(SimpleNamespace):
-    """The tensors of a case by name, some None: leaves of the graph, others, and the cotangents "d" + result."""
+    """The tensors of a case by name, some of them None.
+
+    They are the leaves of the graph, other arguments, and the gradients that arrive at the results: "dy" for "y".
+    """
 
     def leaves(self) -> dict[str, Tensor]:
-        """The tensors to differentiate for, by the gradients' names."""
+        """Return the tensors whose gradients are computed, by the names of these gradients."""
         return {f"d{name}": t for name, t in vars(self).items() if t is not None and t.requires_grad}
 
     def widened(self) -> Tensors:
-        """The same tensors in float64 on the CPU, with the same strides."""
+        """Return the same tensors in float64 on the CPU, with the same strides."""
         return Tensors(**{name: _widened(t) for name, t in vars(self).items()})
 
 
@@ -85,27 +88,27 @@ class Case(ABC):
 
     @abstractmethod
     def make_inputs(self, device: torch.device | str, seed: int = 0) -> Tensors:
-        """Random tensors, drawn on the CPU so that every device sees the same values."""
+        """Return random tensors. They are drawn on the CPU, so that every device sees the same values."""
 
     @abstractmethod
     def ours(self, inputs: Tensors, backend: str | None) -> Results:
-        """The results by our verb on `backend`, attached to the graph."""
+        """Return the results of our function on `backend`, by name, attached to the graph."""
 
     @abstractmethod
     def definition(self, inputs: Tensors) -> Results:
-        """The results by the eager definition."""
+        """Return the results of the eager definition, by name."""
 
     @abstractmethod
     def pytorch(self, inputs: Tensors) -> Results:
-        """The results by PyTorch's own unfused calls, in the inputs' dtypes."""
+        """Return the results of PyTorch's own unfused calls in the dtypes of the inputs, by name."""
 
     @abstractmethod
     def long_double(self, inputs: Tensors) -> Reference:
-        """Hand-written results and gradients in NumPy's widest type."""
+        """Return results and gradients of hand-written formulas in NumPy's widest type, by name."""
 
     @property
     def runs_kernels(self) -> bool:
-        """Whether kernels must run; without elements none need to."""
+        """Whether kernels must run. Tensors without elements need none."""
         return math.prod(self.shape) > 0
 
     @property
@@ -115,12 +118,12 @@ class Case(ABC):
 
     @property
     def draws(self) -> int:
-        """The number of draws, so that small inputs and results show enough values."""
+        """How many draws are judged at most, so that small inputs and results show enough values."""
         size = max(1, math.prod(self.shape))
         return self.at_most(max(2048 // size, 64 // max(1, self.result_size)))
 
     def at_most(self, draws: int) -> int:
-        """`draws`, limited so that the case stays quick."""
+        """Return `draws`, or a smaller number if the case would be slow otherwise."""
         return max(1, min(_MAX_DRAWS, _MAX_DRAWN // max(1, math.prod(self.shape)), draws))
 
     def __str__(self) -> str:
@@ -138,7 +141,7 @@ def _text(value: Any) -> str:
 
 
 class Draw:
-    """Random tensors from one seed, on one device."""
+    """A source of random tensors, from one seed and on one device."""
 
     def __init__(self, device: torch.device | str, seed: int) -> None:
         self.device = device
@@ -152,12 +155,12 @@ class Draw:
         std: float = 1.0,
         layout: str = "contiguous",
     ) -> Tensor:
-        """Normally distributed values."""
+        """Return normally distributed values of this shape and dtype, in this layout of `lay_out`."""
         values = torch.randn(shape, generator=self._generator, dtype=torch.float64) * std + mean
         return lay_out(values.to(dtype).to(self.device), layout)
 
     def boolean(self, shape: tuple[int, ...], probability: float) -> Tensor:
-        """True with `probability`."""
+        """Return a boolean tensor whose elements are True with this probability."""
         return (torch.rand(shape, generator=self._generator) < probability).to(self.device)
 
 
@@ -181,7 +184,7 @@ _LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def lay_out(values: Tensor, layout: str) -> Tensor:
-    """A tensor equal to `values` (for "expanded", to its first row) with the memory layout `layout`."""
+    """Return a tensor with the memory layout `layout` that equals `values`, or for "expanded" their first row."""
     if layout not in _LAYOUTS:
         raise ValueError(f"unknown layout {layout!r}")
     return _LAYOUTS[layout](values)
@@ -189,7 +192,7 @@ def lay_out(values: Tensor, layout: str) -> Tensor:
 
 @contextmanager
 def seeded(device: torch.device | str) -> Iterator[None]:
-    """Within, verbs draw the same seed for dropout; generators are restored."""
+    """A context in which every function draws the same seed for dropout. Its end restores the generators."""
     on_gpu = torch.device(device).type == "cuda"
     with torch.random.fork_rng(devices=[torch.device(device)] if on_gpu else []):
         torch.manual_seed(_DROPOUT_SEED)
@@ -197,16 +200,22 @@ def seeded(device: torch.device | str) -> Iterator[None]:
 
 
 def dropout_seed(device: torch.device | str) -> Tensor:
-    """The seed that a verb draws within `seeded`."""
+    """Return the seed that a function draws within `seeded`."""
     with seeded(device):
         return eager.draw_seed(torch.device(device))
 
 
 def wide(t: Tensor) -> Array:
-    """In long double."""
+    """Return a tensor as an array of NumPy's long double."""
     return t.detach().cpu().double().numpy().astype(np.longdouble)
 
 
 def dropout_factors(like: Tensor, p: float, seed: Tensor | None) -> Tensor:
-    """Dropout's factors, 0 or a scale, in a tensor with the layout of `like`."""
+    """Return the factors of dropout, each 0 or a scale, in a tensor with the layout of `like`.
+
+    Args:
+        like: The tensor whose elements are dropped.
+        p: The probability with which an element is dropped.
+        seed: The seed, or None without dropout.
+    """
     return eager.dropout(torch.ones_like(like), p, None if seed is None else seed.to(like.device))

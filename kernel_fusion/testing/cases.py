@@ -17,23 +17,24 @@ from kernel_fusion.testing.row_norms import GatedNormCase, ModulatedNormCase, Ro
 
 _HALF, _BF16, _FP32, _FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 DTYPES = (_FP32, _BF16, _HALF, _FP64)
-# Pairs of dtypes: input; weight, bias and residual.
+# Pairs of dtypes: that of the input, and that of weight, bias and residual.
 _MIXES = (*((dtype, dtype) for dtype in DTYPES), (_BF16, _FP32))
 
 
 def cases(quick: bool) -> list[Case]:
-    """All cases; `quick` omits shapes, never a verb or a dtype."""
+    """Return all cases. `quick` leaves out shapes, but no function and no dtype."""
     families = (row_norms, staged_norms, gated_norms, modulated_norms, pointwise, reductions, softmaxes, scores, rotary)
     return [case for family in families for case in family(quick)]
 
 
 def row_norms(quick: bool) -> Iterator[Case]:
-    """The norms alone, in every dtype, at each shape or layout with its own path through the kernels.
+    """Return cases of the norms alone, in every dtype, at each shape or layout that takes its own path in the kernels.
 
-    These are a row of one element; an odd length (no whole vectors); a few vectors; a row for a whole block, with and
-    without parameters; strided or unaligned rows; two normalised dimensions; a mean of 1e4 standard deviations, where
-    E[x²] - E[x]² loses every digit; values whose squares overflow fp16; the longest rows on chip; no rows. The row of
-    one element avoids 0, where RMSNorm's dx is pure cancellation with an error like 1 / |x|.
+    The shapes are a row of one element; an odd length, which has no whole vectors; a few vectors; a row for a whole
+    block, with and without parameters; strided and unaligned rows; two normalised dimensions; the longest rows that
+    stay on chip; and no rows. The values include a mean of 1e4 standard deviations, where E[x²] - E[x]² loses every
+    digit, and values whose squares overflow fp16. The row of one element avoids 0, where RMSNorm's dx is pure
+    cancellation with an error like 1 / |x|.
     """
     quick_grid: tuple[dict[str, Any], ...] = (
         {"shape": (7, 1), "mean": 3.0, "std": 0.5},
@@ -59,13 +60,16 @@ def row_norms(quick: bool) -> Iterator[Case]:
 
 
 def training_cases(quick: bool) -> list[RowNormCase]:
-    """The fp32 LayerNorm cases with a training step: a norm, a loss, and the loss's gradients."""
+    """Return the cases of LayerNorm in fp32 that `verify` shows with a loss and the gradients of the loss."""
     shapes = ((100, 512), (1000, 1024)) if quick else ((100, 512), (1000, 1024), (5000, 256))
     return [RowNormCase("layer_norm", shape, _FP32, weight=_FP32, bias=_FP32) for shape in shapes]
 
 
 def staged_norms(quick: bool) -> Iterator[Case]:
-    """The norms with each stage and with all, on rows of odd and even length, some long, some strided."""
+    """Return cases of the norms with each stage and with all of them, on rows of odd and even length.
+
+    Some rows are long, and some are strided.
+    """
     stages: tuple[dict[str, Any], ...] = (
         {"pre_activation": "relu"},
         {"activation": "relu"},
@@ -93,7 +97,7 @@ def staged_norms(quick: bool) -> Iterator[Case]:
 
 
 def gated_norms(quick: bool) -> Iterator[Case]:
-    """The norms with a gate, last and first, of whole rows and of groups, at the shapes of staged norms."""
+    """Return cases of the norms with a gate behind or before them, of whole rows and of groups of columns."""
     places: tuple[tuple[dict[str, Any], int], ...] = (
         ({"shape": (16, 255)}, 51),
         ({"shape": (5, 4096), "gate_layout": "contiguous"}, 512),
@@ -113,10 +117,10 @@ def gated_norms(quick: bool) -> Iterator[Case]:
 
 
 def modulated_norms(quick: bool) -> Iterator[Case]:
-    """The modulated norms: numbers that vary per sample, per token, by position and where dimensions alternate.
+    """Return cases of the modulated norms, with a scale that varies per sample, per token, by position and in between.
 
-    Samples of one block of rows and of several, and longer rows, in turn; with a weight of the norm's own, a residual,
-    and a gate beside it.
+    Samples have one block of rows or several, and some rows are longer. Some norms have a weight of their own, a
+    residual, and a gate beside it.
     """
     places: tuple[dict[str, Any], ...] = (
         {"shape": (3, 16, 255), "varies": (3, 1)},
@@ -136,7 +140,7 @@ def modulated_norms(quick: bool) -> Iterator[Case]:
 
 
 def pointwise(quick: bool) -> Iterator[Case]:
-    """The chains: every verb and activation in every dtype; broadcast, permuted and interleaved operands."""
+    """Return cases of every pointwise function and activation in every dtype, with operands of several layouts."""
     names: list[str | None] = [*ACTIVATIONS, None]
     for dtype in DTYPES:
         for activation in names:
@@ -156,7 +160,7 @@ def pointwise(quick: bool) -> Iterator[Case]:
 
 
 def reductions(quick: bool) -> Iterator[Case]:
-    """The reductions over the last, the first, a middle, several and all dimensions."""
+    """Return cases of the reductions over the last, the first, a middle, several and all dimensions."""
     places: tuple[dict[str, Any], ...] = (
         {"shape": (64, 255), "dim": -1},
         {"shape": (64, 255), "dim": 0, "keepdim": True},
@@ -178,7 +182,7 @@ def reductions(quick: bool) -> Iterator[Case]:
 
 
 def softmaxes(quick: bool) -> Iterator[Case]:
-    """Softmax with each kind of mask, causal, and over another than the last dimension."""
+    """Return cases of softmax with each kind of mask, with `causal`, and over another than the last dimension."""
     places: tuple[dict[str, Any], ...] = (
         {"shape": (64, 255)},
         {"shape": (5, 4099), "scale": 0.125},
@@ -199,7 +203,7 @@ def softmaxes(quick: bool) -> Iterator[Case]:
 
 
 def scores(quick: bool) -> Iterator[Case]:
-    """Attention scores, plain, masked and normalised."""
+    """Return cases of attention scores, plain, masked and normalised."""
     places: tuple[dict[str, Any], ...] = (
         {"shape": (2, 3, 9, 16)},
         {"shape": (2, 3, 9, 16), "key_shape": (2, 1, 12, 16), "normalize": True, "causal": True},
@@ -215,10 +219,10 @@ def scores(quick: bool) -> Iterator[Case]:
 
 
 def rotary(quick: bool) -> Iterator[Case]:
-    """The rotary embedding: heads before and after tokens, pairs of either kind, columns that stay, positions.
+    """Return cases of the rotary embedding, with heads before and after tokens, and pairs of either kind.
 
-    Heads lie in a wider projection; keys have fewer heads; an odd number of pairs leaves no whole vectors; and there
-    are more heads than a tile has.
+    Some have columns that stay as they are, positions in a table, heads inside a wider projection, keys with fewer
+    heads, an odd number of pairs, which leaves no whole vectors, or more heads than a tile of Triton has.
     """
     places: tuple[dict[str, Any], ...] = (
         {"shape": (2, 3, 9, 32), "pairs": 16, "fused": True},

@@ -12,13 +12,16 @@ _LAUNCH_COUNTERS = {"cpu": ("cpu_forward", "cpu_backward"), "cuda": ("cuda_launc
 
 @contextmanager
 def kernels_must_run(backend: str | None, every: bool = True) -> Iterator[None]:
-    """Raise unless every kind of kernel of `backend` runs within, if kernels are counted.
+    """A context that raises unless kernels of `backend` run in it, if that backend counts its kernels.
 
-    Without `every` one kind is enough: backward of one verb may be the forward kernel of another.
+    Args:
+        backend: The name of the backend.
+        every: Whether every kind of kernel must run. Without it one kind is enough, because backward of one function
+            may be the forward kernel of another.
     """
     before = launches(backend)
     yield
-    # Counters exist once the extension is loaded, which the first call does.
+    # The counters exist once the extension is loaded, which the first call does.
     counts = launches(backend)
     idle = [counter for counter, count in counts.items() if count == before.get(counter, 0)]
     if idle and (every or len(idle) == len(counts)):
@@ -26,7 +29,7 @@ def kernels_must_run(backend: str | None, every: bool = True) -> Iterator[None]:
 
 
 def launches(backend: str | None) -> dict[str, int]:
-    """How often each kind of kernel of `backend` ran in this process, if counted."""
+    """Return how often each kind of kernel of `backend` ran in this process, if that backend counts them."""
     if backend == "triton":
         from kernel_fusion.backends.triton.launch import launches as by_name
 

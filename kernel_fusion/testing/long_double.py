@@ -18,14 +18,17 @@ _PI = _ONE * 4 * np.arctan(_ONE)
 
 
 class Activation(NamedTuple):
-    """A function and its derivative."""
+    """The value and the slope of one activation, as functions of an array."""
 
     value: Callable[[Array], Array]
     slope: Callable[[Array], Array]
 
 
 def erf(x: Array) -> Array:
-    """2 / sqrt(pi) exp(-x^2) times the sum of 2^n x^(2n+1) / (2n+1)!!, whose terms all have the sign of x."""
+    """Return erf(x) = 2 / sqrt(pi) exp(-x^2) times the sum of 2^n x^(2n+1) / (2n+1)!!.
+
+    All terms of the sum have the sign of x.
+    """
     inside = np.clip(x, -7, 7)  # beyond, erf is 1 to 22 digits
     term = total = inside
     square, n = 2 * inside**2, 0
@@ -113,7 +116,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def sum_to(gradient: Array, shape: tuple[int, ...]) -> Array:
-    """The gradient of an operand of `shape` that was broadcast."""
+    """Return the gradient of an operand of this shape, which was broadcast to the shape of `gradient`."""
     lead = gradient.ndim - len(shape)
     gradient = gradient.sum(tuple(range(lead)))
     stretched = tuple(i for i, size in enumerate(shape) if size == 1 and gradient.shape[i] != 1)

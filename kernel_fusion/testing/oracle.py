@@ -29,22 +29,22 @@ from kernel_fusion.testing.row_norms import tensors as tensors
 
 
 def make_inputs(case: Case, device: torch.device | str, seed: int = 0) -> Tensors:
-    """Random tensors for `case`, the same values on every device."""
+    """Return random tensors for `case`, with the same values on every device."""
     return case.make_inputs(device, seed)
 
 
 def run(case: Case, inputs: Tensors, backend: str | None) -> Results:
-    """Results and gradients of our verb on `backend`."""
+    """Return the results and the gradients of our function on `backend`, by name."""
     return with_gradients(case.ours(inputs, backend), inputs)
 
 
 def pytorch(case: Case, inputs: Tensors) -> Results:
-    """Results and gradients of PyTorch's own calls."""
+    """Return the results and the gradients of PyTorch's own calls, by name."""
     return with_gradients(case.pytorch(inputs), inputs)
 
 
 def reference(case: Case, inputs: Tensors) -> Reference:
-    """Results and gradients of the eager definition in float64; for float64 in long double."""
+    """Return the results and the gradients of the eager definition in float64, or for float64 in long double."""
     if any(t is not None and t.dtype == torch.float64 for t in vars(inputs).values()):
         return case.long_double(inputs)
     wide = inputs.widened()

@@ -17,19 +17,22 @@ from kernel_fusion.testing.budget import Array, Reference
 from kernel_fusion.testing.case import Case, Draw, Results, Tensors, dropout_factors, dropout_seed, seeded, wide
 from kernel_fusion.testing.long_double import sum_to
 
-# How each verb combines its operands, by the operator's name for it.
+# How each function combines its operands, by the name that the operator has for it.
 _COMBINES = {"add_act": "add", "bias_act": "add", "mul_act": "mul", "gated_act": "gate", "act_dropout": "first"}
 
 
 @dataclass(frozen=True)
 class PointwiseCase(Case):
-    """One call of a pointwise verb.
+    """One call of a pointwise function.
 
     Attributes:
-        verb: "add_act", "mul_act", "bias_act", "act_dropout" or "gated_act".
-        shape, dtype: of the first operand.
-        other, other_dtype: of the second operand; None for the first one's.
-        layout, other_layout: of the operands, as in `lay_out`.
+        verb: The function: "add_act", "mul_act", "bias_act", "act_dropout" or "gated_act".
+        shape: The shape of the first operand.
+        dtype: The dtype of the first operand.
+        other: The shape of the second operand; None for that of the first one.
+        other_dtype: The dtype of the second operand; None for that of the first one.
+        layout: The layout of the first operand, as in `lay_out`.
+        other_layout: The layout of the second operand.
     """
 
     activation: str | None = "relu"
@@ -75,7 +78,7 @@ class PointwiseCase(Case):
         return {"y": eager.pointwise(inputs.a, inputs.b, *chain)}
 
     def pytorch(self, inputs: Tensors) -> Results:
-        """The operations one by one."""
+        """Return y by PyTorch's operations, one by one."""
 
         def dropout(y: Tensor) -> Tensor:
             return y * dropout_factors(y.detach(), self.dropout_p, inputs.seed) if self.dropout_p else y * 1
@@ -83,7 +86,7 @@ class PointwiseCase(Case):
         return {"y": unfused.pointwise(self.verb, inputs.a, inputs.b, self.activation, dropout)}
 
     def long_double(self, inputs: Tensors) -> Reference:
-        """Value and gradients, from those of the activation."""
+        """Return y and the gradients by value and slope of the activation."""
         act = long_double.ACTIVATIONS[self.activation or IDENTITY]
         a, b = wide(inputs.a), wide(torch.zeros(()) if inputs.b is None else inputs.b)
         laid_out = inputs.a.detach() if inputs.b is None else (inputs.a + inputs.b).detach()
@@ -106,7 +109,7 @@ class PointwiseCase(Case):
 
 @dataclass(frozen=True)
 class ReduceCase(Case):
-    """One call of "sum_squared" or "mean_abs"; `out_dtype` is the verb's `dtype`, `layout` is that of the input."""
+    """One call of "sum_squared" or "mean_abs". `out_dtype` is its argument `dtype`, and `layout` that of the input."""
 
     dim: int | tuple[int, ...] | None = None
     keepdim: bool = False
@@ -117,13 +120,13 @@ class ReduceCase(Case):
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """The reduced dimensions; all for None."""
+        """The reduced dimensions, which are all of them for a `dim` of None."""
         given = range(len(self.shape)) if self.dim is None else (self.dim,) if isinstance(self.dim, int) else self.dim
         return tuple(d % max(1, len(self.shape)) for d in given)
 
     @property
     def result_size(self) -> int:
-        """The product of the kept sizes."""
+        """The number of elements of the result."""
         return math.prod(size for d, size in enumerate(self.shape) if d not in self.dims)
 
     def make_inputs(self, device: torch.device | str, seed: int = 0) -> Tensors:
@@ -144,12 +147,12 @@ class ReduceCase(Case):
         return {"y": eager.reduce(inputs.x, dims, self.keepdim, self.verb, None)}
 
     def pytorch(self, inputs: Tensors) -> Results:
-        """The pointwise function and the reduction, both in the result's dtype."""
+        """Return y by the pointwise function and the reduction, both in the dtype of the result."""
         x = inputs.x.to(self.out_dtype or self.dtype)
         return {"y": unfused.reduce(self.verb, x, self.dim, self.keepdim)}
 
     def long_double(self, inputs: Tensors) -> Reference:
-        """Sums by NumPy, and their gradients."""
+        """Return y by NumPy's sum, and its gradient by its formula."""
         x, dims = wide(inputs.x), self.dims
         dy = wide(inputs.dy)
         dy = dy if self.keepdim or not self.shape else np.expand_dims(dy, dims)

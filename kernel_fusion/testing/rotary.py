@@ -17,7 +17,7 @@ from kernel_fusion.testing.budget import Array, Reference
 from kernel_fusion.testing.case import Case, Draw, Results, Tensors, wide
 
 EPS = 1e-6
-# Rows of the tables beyond the tokens, where there are positions.
+# How many more rows than tokens the tables have if tokens have positions in them.
 _MORE_ROWS = 3
 
 
@@ -26,12 +26,14 @@ class RotaryCase(Case):
     """One call of `rope` or `qk_norm_rope`.
 
     Attributes:
-        shape, dtype: of the query, whose heads are its dimension `unsqueeze_dim`.
-        pairs: R / 2.
-        key_heads: of the key of `qk_norm_rope`.
-        weight, angles: dtypes of the weights (None: there are none) and of cos and sin (None: that of the query).
-        positions: whether tokens have positions in a table.
-        fused: whether heads are some of those that a wider projection has in memory, token by token.
+        shape: The shape of the query, whose heads are its dimension `unsqueeze_dim`.
+        dtype: The dtype of query and key.
+        pairs: How many pairs of columns of a head are rotated.
+        key_heads: How many heads the key of `qk_norm_rope` has.
+        weight: The dtype of the weights, or None if there are none.
+        angles: The dtype of cos and sin; None for that of the query.
+        positions: Whether tokens have positions in a table.
+        fused: Whether the heads are some of those that a wider projection has in memory, token by token.
     """
 
     pairs: int = 8
@@ -51,11 +53,11 @@ class RotaryCase(Case):
 
     @property
     def result_size(self) -> int:
-        """That of a weight's gradient, if there is one."""
+        """The number of elements of a weight's gradient if there is a weight, and else of the smallest result."""
         return super().result_size if self.weight is None else self.shape[-1]
 
     def make_inputs(self, device: torch.device | str, seed: int = 0) -> Tensors:
-        """Everything, with angles of any size."""
+        """Draw heads, weights, positions and cotangents, and the cosines and sines of angles of any size."""
         draw = Draw(device, seed)
         batch, tokens = self.shape[0], self.shape[3 - self.unsqueeze_dim]
         key_shape = tuple(self.key_heads if d == self.unsqueeze_dim else n for d, n in enumerate(self.shape))
@@ -107,17 +109,17 @@ class RotaryCase(Case):
         return Rotary(*tensors, inputs.positions, eps, self.weight_offset, self.interleaved, self.rounding)
 
     def _results(self, values: list[Any]) -> dict[str, Any]:
-        """The results by name, in the order of the argument's dimensions."""
+        """The results by name, with their dimensions in the order of the arguments'."""
         of_verb = [v if self.unsqueeze_dim == 2 else v.swapaxes(1, 2) for v in values]
         return dict(zip(("y", "y_key"), of_verb, strict=False))
 
     def definition(self, inputs: Tensors) -> Results:
-        """The operator's definition."""
+        """Return the results of the operator's definition."""
         results = eager.qk_norm_rope(*self._arguments(inputs))
         return self._results(list(results[: 1 + self._normed]))
 
     def pytorch(self, inputs: Tensors) -> Results:
-        """A norm, two products, a sum and what puts the pairs in place."""
+        """Return the results of a norm, two products and a sum, with PyTorch's ways to put pairs in their places."""
         c = self._arguments(inputs)
         cos, sin = (t[0][inputs.positions] if self.positions else t for t in (c.cos, c.sin))
         values = []
@@ -131,7 +133,7 @@ class RotaryCase(Case):
         return self._results(values)
 
     def long_double(self, inputs: Tensors) -> Reference:
-        """The formulas of forward and backward."""
+        """Return results and gradients by formulas."""
         c, dys = self._arguments(inputs), [self._in_order(t) for t in (inputs.dy, inputs.dy_key)]
         cos, sin = (wide(t) for t in (c.cos, c.sin))
         if inputs.positions is not None:
@@ -150,7 +152,7 @@ class RotaryCase(Case):
     def _by_hand(
         self, x: Array, weight: Tensor | None, dy: Array, cos: Array, sin: Array
     ) -> tuple[Array, Array, Array]:
-        """y of heads, and the gradients of them and of their weight."""
+        """y of the heads `x`, and the gradients of these heads and of their weight."""
         g = self._turned(dy, cos, -sin)
         if not self._normed:
             return self._turned(x, cos, sin), g, g

@@ -31,10 +31,11 @@ class RowNormCase(Case):
     """One call of a norm.
 
     Attributes:
-        verb: "layer_norm" or "rms_norm".
-        num_dims: how many last dimensions are normalised.
-        weight, bias: their dtypes, or None.
-        layout: of input and cotangents, as in `lay_out`.
+        verb: The function: "layer_norm" or "rms_norm".
+        num_dims: How many of the last dimensions are normalised.
+        weight: The dtype of the weight, or None if there is none.
+        bias: The dtype of the bias, or None if there is none.
+        layout: The layout of the input and of cotangents, as in `lay_out`.
     """
 
     num_dims: int = 1
@@ -91,12 +92,12 @@ class RowNormCase(Case):
         return getattr(kf, self.verb)(*rows, self.normalized_shape, inputs.weight, bias=inputs.bias, **options)
 
     def definition(self, inputs: Tensors) -> Results:
-        """y in the input's dtype."""
+        """Return y of the operator's definition."""
         affine = inputs.weight, inputs.bias, default_eps(self), self.weight_offset, None
         return {"y": eager.row_norm(inputs.x, self.num_dims, *affine, self.rms)}
 
     def pytorch(self, inputs: Tensors) -> Results:
-        """`F.layer_norm`, or `F.rms_norm` and an addition."""
+        """Return y of `F.layer_norm`, or of `F.rms_norm` and an addition."""
         return {"y": self._pytorch_norm(inputs)[0]}
 
     def _pytorch_norm(self, inputs: Tensors, **stages: Any) -> tuple[Tensor, Tensor]:
@@ -105,11 +106,14 @@ class RowNormCase(Case):
         return unfused.staged_norm(inputs.x, inputs.residual, *affine, **stages)
 
     def long_double(self, inputs: Tensors) -> Reference:
-        """The formulas of forward and backward."""
+        """Return results and gradients by formulas."""
         return self._by_hand(inputs, long_double.ACTIVATIONS[IDENTITY], long_double.ACTIVATIONS[IDENTITY], np.ones(()))
 
     def _by_hand(self, inputs: Tensors, pre: Activation, post: Activation, keep: Array) -> Reference:
-        """Forward and backward with stages; `keep` has dropout's factors."""
+        """Results and gradients by formulas, with an activation before and one after the norm.
+
+        `keep` has the factors of dropout.
+        """
         x = wide(inputs.x)
         h = keep * pre.value(x)
         if inputs.residual is not None:
@@ -137,7 +141,7 @@ class RowNormCase(Case):
         return {"dweight": sum_to(dweight, shape), "dbias": sum_to(dbias, shape)}
 
     def _norm_by_hand(self, h: Array, dy: Array, inputs: Tensors, post: Activation) -> tuple[Array, Array, Reference]:
-        """activation(norm(h)), and the gradients of h and of the parameters."""
+        """y = post(norm(h)), and the gradients of h and of the parameters if `dy` arrives at y."""
         if h.size == 0:
             return h, h, self._affine_gradients(inputs, h, h)
         weight, bias = self._affine(inputs)
@@ -158,8 +162,8 @@ class StagedNormCase(RowNormCase):
     """One call of a norm with stages.
 
     Attributes:
-        verb: also "add_layer_norm" or "add_rms_norm", which also return the normalised sum h.
-        residual: its dtype in the `add_*` verbs; None in others.
+        verb: The function; "add_layer_norm" and "add_rms_norm", which also return the sum h, are possible too.
+        residual: The dtype of the residual of these two, or None.
     """
 
     pre_activation: str | None = None
@@ -169,7 +173,7 @@ class StagedNormCase(RowNormCase):
     rounding: str = "once"
 
     def make_inputs(self, device: torch.device | str, seed: int = 0) -> Tensors:
-        """Draw x, weight, bias and dy; residual, dh and the dropout seed if the case has them."""
+        """Draw x, weight, bias and dy, and if the case has them the residual, dh and the seed of dropout."""
         inputs = super().make_inputs(device, seed)
         draw = Draw(device, seed + 1)
         if self.residual is not None:
@@ -185,20 +189,20 @@ class StagedNormCase(RowNormCase):
         return super()._options | self._fields(*names)
 
     def definition(self, inputs: Tensors) -> Results:
-        """y and h in float64 without intermediate rounding, so that every rounding of a kernel counts as error."""
+        """Return y and h without rounding between stages, so that every rounding of a kernel counts as an error."""
         affine = inputs.weight, inputs.bias, default_eps(self), self.weight_offset, None
         stages = self.pre_activation or IDENTITY, self.activation or IDENTITY, self.dropout_p, inputs.seed
         y, h = eager.staged_row_norm(inputs.x, inputs.residual, self.num_dims, *affine, self.rms, *stages)
         return {"y": y} if inputs.residual is None else {"y": y, "h": h}
 
     def pytorch(self, inputs: Tensors) -> Results:
-        """Activation, dropout, addition, norm and activation, each by PyTorch."""
+        """Return the results of activation, dropout, addition, norm and activation, each by PyTorch."""
         stages = self._fields("pre_activation", "activation", "rounding")
         y, h = self._pytorch_norm(inputs, dropout=partial(self._dropped, inputs), **stages)
         return {"y": y} if inputs.residual is None else {"y": y, "h": h}
 
     def long_double(self, inputs: Tensors) -> Reference:
-        """The formulas of forward and backward with stages."""
+        """Return results and gradients by formulas."""
         pre, post = (long_double.ACTIVATIONS[name or IDENTITY] for name in (self.pre_activation, self.activation))
         return self._by_hand(inputs, pre, post, self._kept(inputs))
 
@@ -214,8 +218,8 @@ class GatedNormCase(RowNormCase):
     """One call of "gated_layer_norm" or "gated_rms_norm".
 
     Attributes:
-        gate: its dtype.
-        gate_layout: as in `lay_out`; often half of a projection.
+        gate: The dtype of the gate.
+        gate_layout: The layout of the gate, as in `lay_out`; it is often half of a projection.
     """
 
     gate: torch.dtype = torch.float32
@@ -240,17 +244,17 @@ class GatedNormCase(RowNormCase):
         return self._gating | self._fields("out_dtype", "rounding")
 
     def definition(self, inputs: Tensors) -> Results:
-        """y in float64, without intermediate rounding."""
+        """Return y without rounding between stages."""
         return {"y": self._verb(inputs, eps=default_eps(self), backend="eager", **self._gating)}
 
     def pytorch(self, inputs: Tensors) -> Results:
-        """Norm (grouped if asked for), activation and products, each by PyTorch."""
+        """Return y of the norm, perhaps of groups of columns, the activation and the products, each by PyTorch."""
         affine = self.normalized_shape, inputs.weight, inputs.bias, default_eps(self)
         options = self._gating | {"rms": self.rms, "out_dtype": self.result_dtype, "rounding": self.rounding}
         return {"y": unfused.gated_norm(inputs.x, inputs.gate, *affine, **options)}
 
     def long_double(self, inputs: Tensors) -> Reference:
-        """The formulas of forward and backward."""
+        """Return results and gradients by formulas."""
         x, gate, dy = wide(inputs.x), wide(inputs.gate), wide(inputs.dy)
         act, none = (long_double.ACTIVATIONS[name or IDENTITY] for name in (self.gate_activation, IDENTITY))
         factor = act.value(gate)
@@ -273,9 +277,14 @@ class GatedNormCase(RowNormCase):
 class ModulatedNormCase(StagedNormCase):
     """One call of "modulated_layer_norm", "modulated_rms_norm", or of "add_modulated_*" with a residual.
 
+    The scale, the shift and the gate are each half of a wider tensor.
+
     Attributes:
-        scale, shift, gate: their dtypes, or None; each is half of a wider tensor.
-        varies: the leading dimensions of `scale` and `gate`; shift_varies: those of `shift`, or None for the same.
+        scale: The dtype of the scale, or None if there is none.
+        shift: The dtype of the shift, or None if there is none.
+        gate: The dtype of the residual's gate, or None if there is none.
+        varies: The leading dimensions of scale and gate.
+        shift_varies: The leading dimensions of the shift; None for the same.
     """
 
     scale: torch.dtype = torch.float32
@@ -285,7 +294,7 @@ class ModulatedNormCase(StagedNormCase):
     shift_varies: tuple[int, ...] | None = None
 
     def make_inputs(self, device: torch.device | str, seed: int = 0) -> Tensors:
-        """A norm with stages, scale, shift and gate."""
+        """Draw the tensors of a norm with stages, and scale, shift and gate."""
         inputs, draw = super().make_inputs(device, seed), Draw(device, seed + 2)
         shift_varies = self.varies if self.shift_varies is None else self.shift_varies
         leading = {"scale": self.varies, "shift": shift_varies, "gate": self.varies}
@@ -303,11 +312,11 @@ class ModulatedNormCase(StagedNormCase):
         return getattr(kf, self.verb)(*rows, self.normalized_shape, *modulation, **options)
 
     def definition(self, inputs: Tensors) -> Results:
-        """y and h in float64; nothing on the way is rounded."""
+        """Return y and h without rounding between stages."""
         return replace(self, out_dtype=None).ours(inputs, "eager")
 
     def pytorch(self, inputs: Tensors) -> Results:
-        """The norm with its stages, among them the gate's product, and the modulation, each by PyTorch."""
+        """Return the results of the norm with its stages, the gate's product and the modulation, each by PyTorch."""
         stages = {"dropout": partial(self._dropped, inputs)} | self._fields("pre_activation", "weight_offset")
         affine = self.normalized_shape, inputs.weight, inputs.bias, default_eps(self)
         y, h = unfused.staged_norm(inputs.x, inputs.residual, *affine, rms=self.rms, **stages)
@@ -315,7 +324,7 @@ class ModulatedNormCase(StagedNormCase):
         return {"y": y} if inputs.residual is None else {"y": y, "h": h}
 
     def long_double(self, inputs: Tensors) -> Reference:
-        """The formulas of forward and backward; a gate multiplies as what dropout keeps does."""
+        """Return results and gradients by formulas; a gate multiplies as the factors of dropout do."""
         if inputs.gate is None:
             return super().long_double(inputs)
         pre, post = (long_double.ACTIVATIONS[name or IDENTITY] for name in (self.pre_activation, self.activation))
@@ -345,11 +354,11 @@ class ModulatedNormCase(StagedNormCase):
 
 
 def _present(results: Reference, inputs: Tensors) -> Reference:
-    """Drop the gradients of absent parameters."""
+    """The results without the gradients of parameters that the case does not have."""
     absent = {f"d{name}" for name in ("weight", "bias") if getattr(inputs, name) is None}
     return {name: value for name, value in results.items() if name not in absent}
 
 
 def default_eps(case: RowNormCase) -> float:
-    """PyTorch's default: 1e-5 for LayerNorm, the machine epsilon of the compute type for RMSNorm."""
+    """Return PyTorch's default eps: 1e-5 for LayerNorm, and for RMSNorm the machine epsilon of the compute type."""
     return torch.finfo(compute_dtype(case.dtype)).eps if case.rms else 1e-5

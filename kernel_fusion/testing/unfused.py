@@ -1,6 +1,7 @@
-"""PyTorch's own unfused calls for each verb, in the dtypes of their arguments.
+"""PyTorch's own unfused calls for each function of the library, in the dtypes of their arguments.
 
-`verify`, the benchmarks and the tests compare with these. Callers may pass a `dropout`, a function of a tensor.
+`verify`, the benchmarks and the tests compare with these. An argument has the meaning and the name that it has in the
+function of the library. `dropout`, which callers may pass, is a function of a tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Dropout = Callable[[Tensor], Tensor]
 
 
 def keep_all(t: Tensor) -> Tensor:
-    """No dropout."""
+    """Return the tensor itself, as the `dropout` that drops nothing."""
     return t
 
 
@@ -34,7 +35,7 @@ def norm(
     weight_offset: float = 0.0,
     rounding: str = "once",
 ) -> Tensor:
-    """`F.layer_norm`, or `F.rms_norm` and an addition; in float32 for mixed dtypes, which PyTorch refuses.
+    """Return `F.layer_norm`, or `F.rms_norm` and an addition, in float32 for mixed dtypes, which PyTorch refuses.
 
     Rounding "hf" rounds the normalised value to x's dtype, then multiplies by the weight with type promotion.
     """
@@ -104,7 +105,7 @@ def modulated(y: Tensor, scale: Tensor, shift: Tensor | None, activation: str | 
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """The products and the sum of the rotary embedding, with cosines and sines doubled, in the promoted dtype."""
+    """Return the rotated heads, by products and a sum in the promoted dtype, with every cosine and sine twice."""
     half = cos.shape[-1]
     turned, rest = x[..., : 2 * half], x[..., 2 * half :]
     if interleaved:
@@ -118,7 +119,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tens
 
 
 def pointwise(verb: str, a: Tensor, b: Tensor | None, activation: str | None, dropout: Dropout = keep_all) -> Tensor:
-    """The operations of `add_act`, `bias_act`, `mul_act`, `gated_act` or `act_dropout`, one by one."""
+    """Return `add_act`, `bias_act`, `mul_act`, `gated_act` or `act_dropout`, by PyTorch's operations one by one."""
     act = formula(activation or IDENTITY)
     if b is None:
         y = act(a)
@@ -130,12 +131,15 @@ def pointwise(verb: str, a: Tensor, b: Tensor | None, activation: str | None, dr
 
 
 def reduce(verb: str, x: Tensor, dim: int | tuple[int, ...] | None = None, keepdim: bool = False) -> Tensor:
-    """The pointwise function of `sum_squared` or `mean_abs`, then the reduction, both in x's dtype."""
+    """Return `sum_squared` or `mean_abs`, by the pointwise function and then the reduction, both in x's dtype."""
     return x.square().sum(dim, keepdim) if verb == "sum_squared" else x.abs().mean(dim, keepdim)
 
 
 def masked(scores: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-    """The scores with an additive or boolean mask (True = keep); `causal` keeps columns up to the row's number."""
+    """Return the scores with an additive or boolean mask, in which True keeps an element.
+
+    `causal` keeps the columns up to the row's number.
+    """
     if mask is not None:
         scores = torch.where(mask, scores, -math.inf) if mask.dtype == torch.bool else scores + mask
     if causal:
@@ -145,10 +149,10 @@ def masked(scores: Tensor, mask: Tensor | None = None, causal: bool = False) -> 
 
 
 def softmax(x: Tensor, scale: float = 1.0, mask: Tensor | None = None, causal: bool = False, dim: int = -1) -> Tensor:
-    """Multiplication, mask and softmax; fully masked rows are NaN."""
+    """Return softmax after a multiplication and the mask. A fully masked row is NaN, as PyTorch's is."""
     return torch.softmax(masked(x if scale == 1.0 else x * scale, mask, causal), dim)
 
 
 def attention_scores(query: Tensor, key: Tensor, scale: float | None = None) -> Tensor:
-    """A product and a multiplication."""
+    """Return the product of query and key, multiplied by the scale."""
     return query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)

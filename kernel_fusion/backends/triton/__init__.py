@@ -1,7 +1,7 @@
-"""The Triton backend: every verb on kernels that run wherever Triton does.
+"""The Triton backend: every function of the library by kernels that run on any GPU that Triton knows.
 
-This file imports no Triton. `operators` does, when first needed (`kernel_fusion.operators.fallback`), and defines
-`torch.ops.kernel_fusion.triton_*`.
+This file does not import Triton, so that the package can be imported without it. `operators` does. It is imported when
+`kernel_fusion.operators.fallback` first needs it, and defines `torch.ops.kernel_fusion.triton_*`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kernel_fusion.core.spec import compute_dtype
 
 
 def serve(name: str, *args: Any) -> Any:
-    """The verb `name` on the Triton kernels, with an operator's arguments."""
+    """Return the results of the operator `name`, computed by Triton kernels from the operator's arguments `args`."""
     if name == "staged_row_norm":
         return _staged_row_norm(*args)
     if name not in ("layer_norm", "rms_norm"):
@@ -29,6 +29,7 @@ def serve(name: str, *args: Any) -> Any:
 
 
 def _staged_row_norm(*args: Any) -> tuple[Tensor, Tensor]:
+    """The operator of the norms, with the output dtype that autocast asks for if the caller chose none."""
     out_dtype, rms = args[7:9]
     args = *args[:7], out_dtype or norm_dtype(args[0], rms), *args[8:]
     return torch.ops.kernel_fusion.triton_staged_row_norm.default(*args)  # type: ignore[no-any-return]

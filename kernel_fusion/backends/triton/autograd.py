@@ -39,7 +39,7 @@ def needs_definition(values: Sequence[Tensor | None], others: Sequence[Tensor | 
 
 
 def unread(t: Tensor | None) -> Tensor | None:
-    """What a function saves of a tensor whose shape and dtype backward needs, but not its values.
+    """Return what a function saves of a tensor of which backward needs the shape and the dtype, but not the values.
 
     The tensor may be written to meanwhile.
     """

@@ -1,4 +1,4 @@
-"""The lines of `kernel_fusion.explain` for the Triton backend. Imports no Triton."""
+"""The lines of `kernel_fusion.explain` for the Triton backend. They need no Triton, only its plans."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kernel_fusion.core.stages import compiled_in, of_verb
 
 
 def plan_lines(verb: str, arguments: dict[str, Any]) -> tuple[str, ...]:
-    """One line per direction: the plans of `verb` for these arguments."""
+    """Return the plans of the function `verb` for these arguments, one line for each direction."""
     first: Tensor = next(value for value in arguments.values() if isinstance(value, Tensor))
     device = plan.device_of(first.device)
     wide = compute_dtype(first.dtype) == torch.float64
@@ -34,10 +34,12 @@ def plan_lines(verb: str, arguments: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _shown(layout: plan.Plan, device: plan.DeviceLimits) -> str:
+    """The plan with warps of the device's size."""
     return str(replace(layout, warps=device.warps(layout.warps)))
 
 
 def _rotary_lines(x: Tensor, arguments: dict[str, Any], device: plan.DeviceLimits) -> tuple[str, ...]:
+    """The plans of the rotary embedding of `x`."""
     heads = arguments["unsqueeze_dim"]
     key = arguments.get("key")
     counts = x.shape[heads], 0 if key is None else key.shape[heads]
@@ -51,6 +53,7 @@ def _rotary_lines(x: Tensor, arguments: dict[str, Any], device: plan.DeviceLimit
 
 
 def _norm_lines(cols: int, arguments: dict[str, Any], device: plan.DeviceLimits) -> tuple[str, ...]:
+    """The plans of a norm of rows of `cols` elements."""
     x: Tensor = arguments["input"]
     residual = arguments.get("residual")
     group = arguments.get("group_size")

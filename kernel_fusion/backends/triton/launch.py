@@ -1,4 +1,7 @@
-"""Operators on kernels, and their launches: for real, traced by torch.compile, or in Triton's interpreter."""
+"""The definition of operators whose bodies launch kernels, and the launch of a kernel.
+
+A launch runs the kernel on a GPU or in Triton's interpreter, or becomes a node of the graph that torch.compile traces.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,17 @@ from kernel_fusion.backends.triton.kernels.constants import Constants
 from kernel_fusion.backends.triton.kernels.elementary import INTERPRETED
 from kernel_fusion.core.stages import ARGUMENTS, Given
 
+# How often each kernel was launched, by its name. Tests compare these counters before and after a call.
 launches: dict[str, int] = {}
 _STAGE_TYPES = {"str": str, "float": float, "bool": bool, "Tensor?": Tensor | None}
 
 
 def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """A decorator that defines `kernel_fusion::triton_*`; each field of a named tuple is an argument."""
+    """Return a decorator that defines the operator `kernel_fusion::triton_{name}` by the decorated function.
+
+    A parameter whose type is a named tuple stands for one argument of the operator per field. The function gets the
+    tuple again.
+    """
 
     def define(function: Callable[..., Any]) -> Any:
         signature = inspect.signature(function, eval_str=True)
@@ -47,8 +55,9 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 def _part(kind: Any) -> Callable[[Iterator[Any]], Any]:
+    """A function that takes as many of the operator's arguments as a parameter of type `kind` needs, and returns it."""
     if kind is Given:
-        return lambda left: Given(*left)  # the last; the dispatcher omits its defaults
+        return lambda left: Given(*left)  # the last parameter, of which the dispatcher omits what has its default
     if not hasattr(kind, "_fields"):
         return next
     count = len(kind._fields)
@@ -58,6 +67,7 @@ def _part(kind: Any) -> Callable[[Iterator[Any]], Any]:
 
 
 def _arguments(name: str, kind: Any) -> list[inspect.Parameter]:
+    """The operator's arguments for the parameter `name`, of type `kind`."""
     usual = inspect.Parameter.POSITIONAL_OR_KEYWORD
     if kind is Given:
         return [

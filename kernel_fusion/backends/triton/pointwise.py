@@ -1,4 +1,7 @@
-"""Pointwise chains: the operators on the kernels, and their autograd."""
+"""Pointwise chains: the operators that launch the kernels, and their autograd.
+
+A chain is y = dropout(scale * f(a, b)), in which f combines the operands and applies an activation.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from kernel_fusion.backends.triton import autograd, plan
 from kernel_fusion.backends.triton.kernels import pointwise as kernels
 from kernel_fusion.backends.triton.kernels.constants import Pointwise as Constants
 from kernel_fusion.backends.triton.launch import launch, operator
-from kernel_fusion.backends.triton.layout import Rows, dense_strides, memory_order, merge, outer_rows, unit
+from kernel_fusion.backends.triton.layout import RowLayout, dense_strides, memory_order, merge, outer_rows, unit
 from kernel_fusion.backends.triton.reduce import sum_partials
 from kernel_fusion.core import checks, dropout
 from kernel_fusion.core.activations import CODES
@@ -24,7 +27,17 @@ _COMBINES = ("first", "add", "mul", "gate")
 
 
 class Chain(NamedTuple):
-    """The operator's arguments."""
+    """The operator's arguments.
+
+    Attributes:
+        a: The first operand.
+        b: The second operand, or None for a chain of one.
+        combine: How f combines them: "first", "add", "mul" or "gate".
+        activation: The name of the activation.
+        scale: The number that multiplies f(a, b).
+        dropout_p: The probability that dropout drops an element.
+        seed: The seed of dropout, a tensor of one number, or None without dropout.
+    """
 
     a: Tensor
     b: Tensor | None
@@ -36,24 +49,24 @@ class Chain(NamedTuple):
 
     @property
     def shape(self) -> torch.Size:
-        """That of y."""
+        """The shape of y."""
         return self.a.shape if self.b is None else torch.broadcast_shapes(self.a.shape, self.b.shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        """That which PyTorch's pointwise operations give y."""
+        """The type that PyTorch's pointwise operations give y."""
         return self.a.dtype if self.b is None else torch.result_type(self.a, self.b)
 
     @property
     def taken(self) -> bool:
-        """Whether the kernels take these."""
+        """Whether the kernels take these arguments."""
         a, b = self.a, self.b
         named = self.combine in _COMBINES and self.activation in CODES and (b is not None or self.combine == "first")
         known = floating(a, b) and is_seed(self.seed) and 0.0 <= self.dropout_p <= 1.0
         return named and known and a.numel() > 0 and (b is None or b.numel() > 0) and _broadcast(a, b)
 
     def constants(self) -> dict[str, Any]:
-        """Those of all kernels."""
+        """Return the constants that kernels of both directions share."""
         drops = self.seed is not None
         return {
             "combine": self.combine,
@@ -66,32 +79,35 @@ class Chain(NamedTuple):
 
 @dataclass(frozen=True)
 class _Walk:
-    """How the kernels pass through the memory of y.
+    """The way of the kernels through the memory of y and of gradients of its shape.
 
     Attributes:
-        strides: of y and of gradients of its shape; perhaps they are contiguous.
-        a, b: the operands, copied if their dimensions cannot be described.
-        rows: the outer dimensions; None if y is one row and the operands lie like it.
-        steps: column strides of the operands.
+        strides: The strides of y.
+        is_contiguous: Whether y is contiguous.
+        a: The first operand, copied if kernels cannot describe its dimensions.
+        b: The second operand, likewise; the first one again if there is only one.
+        rows: The layout of the outer dimensions; None if y is one row and the operands lie like it.
+        cols: The length of the innermost dimension.
+        steps: The strides of the operands' columns.
     """
 
     strides: list[int]
     is_contiguous: bool
     a: Tensor
     b: Tensor
-    rows: Rows | None
+    rows: RowLayout | None
     cols: int
     steps: tuple[int, int]
 
     def like(self, of: Tensor, dtype: torch.dtype) -> Tensor:
-        """Memory of this layout, with the shape of `of`."""
-        # torch.compile merges equal calls of `empty_strided` into one tensor and keeps forward's for backward.
+        """Return memory of type `dtype` that lies like y, with the shape of `of`."""
+        # torch.compile would merge equal calls of `empty_strided` into one tensor, and keep forward's for backward.
         if self.is_contiguous:
             return torch.empty(of.shape, dtype=dtype, device=of.device)
         return torch.empty_strided(of.shape, self.strides, dtype=dtype, device=of.device)
 
     def launch(self, seed: Tensor | None, dy: Tensor | None, *results: Tensor | None, **constants: Any) -> None:
-        """Fill y, or da and db."""
+        """Launch the kernel that fills `results`: y, or with dy the gradients of a and b."""
         if self.rows is None:
             count, numbers = 1, [1, self.cols, 1, 1, *(0,) * 6]
             constants |= {"flat": True, "unit": 1}
@@ -106,6 +122,7 @@ class _Walk:
 
 
 def _walk(c: Chain) -> _Walk:
+    """The way through the memory of a chain's result."""
     shape = c.shape
     a = c.a.expand(shape)
     operands = [a, a if c.b is None else c.b.expand(shape)]
@@ -126,7 +143,7 @@ def _walk(c: Chain) -> _Walk:
 
 @operator("pointwise_fwd")
 def forward(c: Chain, out_dtype: torch.dtype | None) -> Tensor:
-    """y, with the strides and, without `out_dtype`, the dtype that PyTorch gives it."""
+    """Return y with the strides that PyTorch gives it, and with PyTorch's dtype unless `out_dtype` says another."""
     require("triton_pointwise_fwd", [c.a, c.b, c.seed], (out_dtype is None or out_dtype in checks.FLOATING) and c.taken)
     walk = _walk(c)
     y = walk.like(walk.a, out_dtype or c.dtype)
@@ -136,7 +153,10 @@ def forward(c: Chain, out_dtype: torch.dtype | None) -> Tensor:
 
 @operator("pointwise_bwd")
 def backward(dy: Tensor, c: Chain, wants: Sequence[bool]) -> tuple[Tensor, Tensor]:
-    """da and db of y's shape, but db of b's shape if b is one row; empty if unwanted."""
+    """Return the gradients of a and b, empty if they are not wanted.
+
+    They have the shape of y. If b is one row under all rows of a, its gradient has the shape of b.
+    """
     takes = c.taken and len(wants) == 2 and floating(dy) and checks.shaped(c.shape, dy)
     require("triton_pointwise_bwd", [dy, c.a, c.b, c.seed], takes)
     walk = _walk(c)
@@ -148,7 +168,7 @@ def backward(dy: Tensor, c: Chain, wants: Sequence[bool]) -> tuple[Tensor, Tenso
     def gradient(t: Tensor | None, wanted: bool) -> Tensor:
         if t is None or not wanted:
             return c.a.new_empty(0)
-        # A broadcast operand gets the sum of this, in the result's dtype, as in PyTorch.
+        # The gradient of a broadcast operand is summed later. Until then it has the result's type, as in PyTorch.
         return walk.like(dy, t.dtype if t.shape == dy.shape else c.dtype)
 
     da, db = gradient(c.a, wants[0]), gradient(c.b, wants[1])
@@ -166,6 +186,7 @@ def _is_row(walk: _Walk) -> bool:
 def _backward_columns(
     dy: Tensor, walk: _Walk, seed: Tensor | None, wants_da: bool, constants: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
+    """The gradients of a and of a b that is one row, whose sum over rows the same kernel begins."""
     assert walk.rows is not None
     device = plan.device_of(dy.device)
     layout = plan.columns(walk.cols)
@@ -211,7 +232,7 @@ class Pointwise(torch.autograd.Function):
 
 
 def pointwise(a: Tensor, b: Tensor | None, *rest: Any) -> Tensor:
-    """`kernel_fusion::pointwise` on the Triton kernels."""
+    """Return what `kernel_fusion::pointwise` does, by the Triton kernels if they take the call."""
     args = (a, b, *rest)
     if autograd.needs_definition([a, b], [rest[-1]]) or not _broadcast(a, b):
         return torch.ops.kernel_fusion.pointwise_reference(*args)  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
-"""Reductions: the operator on the kernels, and its autograd.
+"""Reductions: the operator that launches the kernels, and its autograd.
 
-Reduced dimensions that are neighbours in memory form a run. Each run is one reduction, the first with the function of
-the elements, later ones of sums. Long runs are cut into sections, whose sums are reduced in turn.
+Reduced dimensions that are neighbours form a *run*. Each run is one reduction: the first one applies the function to
+the elements, and later ones add up sums. Long runs are cut into sections, whose sums are reduced in turn.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from kernel_fusion.core.activations import IDENTITY
 from kernel_fusion.core.arguments import floating, require
 from kernel_fusion.core.spec import cast, compute_dtype
 
+# The function of the elements, for each kind of reduction.
 _MAPS = {"sum_squared": "square", "mean_abs": "abs"}
 
 
 def _canonical(dim: Sequence[int], ndim: int) -> list[int]:
+    """The reduced dimensions in order and not negative; none given means all of the `ndim` dimensions."""
     return sorted(d % ndim for d in dim) if len(dim) else list(range(ndim))
 
 
 def _runs(dims: Sequence[int]) -> list[tuple[int, int]]:
-    """Neighbouring dimensions as (first, one past the last), the innermost run first."""
+    """The runs of these dimensions, each as (first, one past the last), the innermost one first."""
     runs: list[tuple[int, int]] = []
     for dim in dims:
         if runs and runs[-1][1] == dim:
@@ -41,6 +43,7 @@ def _runs(dims: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _takes(input: Tensor, dim: Sequence[int], kind: str, dtype: torch.dtype) -> bool:
+    """Whether the kernels take this call."""
     ndim = input.dim()
     valid = ndim > 0 and all(-ndim <= d < ndim for d in dim) and len({d % ndim for d in dim}) == len(dim)
     return valid and input.numel() > 0 and kind in _MAPS and floating(input) and dtype in checks.FLOATING
@@ -48,7 +51,7 @@ def _takes(input: Tensor, dim: Sequence[int], kind: str, dtype: torch.dtype) -> 
 
 @operator("reduce_fwd")
 def forward(input: Tensor, dim: Sequence[int], keepdim: bool, kind: str, dtype: torch.dtype) -> Tensor:
-    """The reduction of `kind` ("sum_squared", "mean_abs") over `dim`, in `dtype`."""
+    """Return the reduction `kind`, "sum_squared" or "mean_abs", of the input over the dimensions `dim`, in `dtype`."""
     require("triton_reduce_fwd", [input], _takes(input, dim, kind, dtype))
     dims = _canonical(dim, input.dim())
     wide = compute_dtype(input.dtype if input.dtype == torch.float64 else dtype)
@@ -68,7 +71,15 @@ def forward(input: Tensor, dim: Sequence[int], keepdim: bool, kind: str, dtype: 
 
 
 def _reduce(x: Tensor, map: str, wide: torch.dtype, dtype: torch.dtype, count: int | None) -> Tensor:
-    """The reduction of a matrix along its rows, or of a cube along its middle."""
+    """The reduction of a matrix along its rows, or of a tensor of three dimensions along the middle one.
+
+    Args:
+        x: The tensor.
+        map: The function of its elements.
+        wide: The type that the kernel computes in.
+        dtype: The type of the result.
+        count: The number that divides the sum, or None for a sum.
+    """
     x = x if x.stride(-1) == 1 else x.contiguous()
     outer, length, *inner = x.shape
     section = plan.COLUMN_SECTION if inner else plan.ROW_SECTION
@@ -83,7 +94,7 @@ def _reduce(x: Tensor, map: str, wide: torch.dtype, dtype: torch.dtype, count: i
         blocks, kernel = -(-inner[0] // layout.block) * outer, kernels.reduce_columns
         args = x, out, length, section, *inner, *x.stride()[:2], divisor
     else:
-        # Rows are added up by chunks, so that only the shortest have plans of their own.
+        # Rows are added up block by block, so only the shortest ones have plans of their own.
         layout = plan.row_plan(min(length, plan.CHUNK), is_wide)
         blocks, kernel = -(-outer // layout.rows), kernels.reduce_rows
         args = x, out, outer, length, section, x.stride(0), divisor
@@ -92,9 +103,14 @@ def _reduce(x: Tensor, map: str, wide: torch.dtype, dtype: torch.dtype, count: i
 
 
 def sum_partials(partials: Tensor, programs: int, outputs: Sequence[Tensor], many: bool = False) -> None:
-    """Add partial rows, the first sum's before the second's, into one or two outputs of one row.
+    """Add up partial rows into one or two outputs.
 
-    They lie in a flat tensor: Inductor would copy one with a dimension of programs, whose number it cannot know.
+    Args:
+        partials: The partial rows in a flat tensor, those of the first output before those of the second. It has no
+            dimension of programs, because Inductor would copy a tensor with a size that it cannot know.
+        programs: How many partial rows there are for each output.
+        outputs: The results, which have the size of a partial row each.
+        many: Whether there may be more columns than 32 bits count.
     """
     cols, pair = outputs[0].numel(), len(outputs) == 2
     layout = plan.partial_sums()
@@ -129,7 +145,7 @@ class Reduce(torch.autograd.Function):
         if not keepdim:
             for d in dims:
                 dy = dy.unsqueeze(d)
-        # Scales dy, which is small, because a chain's scale is compiled in and the count may be of rows.
+        # dy is divided, which is small, because a chain's scale is compiled in and the count may be that of rows.
         if kind == "sum_squared":
             chain = "mul", IDENTITY, 2.0
         else:
@@ -140,7 +156,7 @@ class Reduce(torch.autograd.Function):
 
 
 def reduce(input: Tensor, dim: Sequence[int], keepdim: bool, kind: str, dtype: torch.dtype | None) -> Tensor:
-    """`kernel_fusion::reduce` on the Triton kernels."""
+    """Return what `kernel_fusion::reduce` does, by the Triton kernels if they take the call."""
     args = (input, list(dim), keepdim, kind, dtype)
     if autograd.needs_definition([input]) or not _takes(input, dim, kind, dtype or input.dtype):
         return torch.ops.kernel_fusion.reduce_reference(*args)  # type: ignore[no-any-return]

@@ -1,4 +1,7 @@
-"""The rotary embedding of query and key: the operators on the kernels, and their autograd."""
+"""The rotary embedding of query and key: the operators that launch the kernel, and their autograd.
+
+`Rotary` of core/rotary.py has the arguments. The key may be None.
+"""
 
 from __future__ import annotations
 
@@ -21,22 +24,24 @@ from kernel_fusion.core.spec import compute_dtype
 
 
 def _takes(c: Rotary) -> bool:
-    pairs = c.key is not None or c.key_weight is None  # else nothing has looked at the weight
+    """Whether the kernels take this call."""
+    pairs = c.key is not None or c.key_weight is None  # without a key nothing has looked at its weight
     return served_by_kernels(c) and pairs and c.query.shape[-1] <= plan.LONGEST_HEAD
 
 
 def _with_columns(t: Any) -> Any:
-    """A tensor, if any, with columns side by side."""
+    """The tensor, copied if its columns do not lie side by side, or None."""
     return t if t is None or t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
 
 def _readable(c: Rotary) -> Rotary:
+    """The call with query and key as the kernels can read them."""
     query, key = _with_columns(c.query), _with_columns(c.key)
     return c if query is c.query and key is c.key else c._replace(query=query, key=key)
 
 
 def _tables(c: Rotary) -> tuple[Tensor, Tensor, int, list[int]]:
-    """cos and sin, which lie alike; their unit; and in it the strides of examples and rows."""
+    """cos and sin, which then lie alike, their unit, and the strides of examples and of rows in this unit."""
     cos, sin = c.cos, c.sin
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
@@ -46,6 +51,7 @@ def _tables(c: Rotary) -> tuple[Tensor, Tensor, int, list[int]]:
 
 
 def _position_strides(positions: Tensor | None) -> tuple[int, int]:
+    """The strides of examples and of tokens in the tensor of positions."""
     if positions is None:
         return 0, 0
     return positions.stride(0) if positions.shape[0] > 1 else 0, positions.stride(1)
@@ -53,7 +59,7 @@ def _position_strides(positions: Tensor | None) -> tuple[int, int]:
 
 @operator("qk_norm_rope_fwd")
 def forward(c: Rotary) -> tuple[Tensor, Tensor]:
-    """Query and key turned; without a key the second has no elements."""
+    """Return the rotated query and key. Without a key the second result has no elements."""
     require("triton_qk_norm_rope_fwd", c[:7], _takes(c))
     c = _readable(c)
     results = result_like(c.query), None if c.key is None else result_like(c.key)
@@ -65,10 +71,10 @@ def forward(c: Rotary) -> tuple[Tensor, Tensor]:
 def backward(
     dy: Tensor | None, dy_key: Tensor | None, c: Rotary, wants: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of query, key and their weights; unwanted ones have no elements.
+    """Return the gradients of query, key and their weights; those that are not wanted have no elements.
 
-    With a norm both query and key are there, since the sums of either's weight depend on the heads of both. Without one
-    dy and dy_key stand in their places.
+    With a norm, query and key are those of forward, because the order of the sums of either's weight depends on the
+    heads of both. Without a norm neither is read, and dy and dy_key stand in their places.
     """
     takes = _takes(c) and shaped(c.query.shape, dy) and floating(dy, dy_key) and len(wants) == 4
     takes = takes and (dy_key is None if c.key is None else shaped(c.key.shape, dy_key))
@@ -93,7 +99,15 @@ def _launch(
     rows: Sequence[Tensor | None],
     direction: dict[str, Any],
 ) -> None:
-    """Fill the results, of query and key; and `rows`, their weights' gradients."""
+    """Launch the kernel.
+
+    Args:
+        c: The arguments of the operator.
+        dy: The gradients of the rotated query and key; None in forward.
+        results: The tensors for the results, or for the gradients of query and key.
+        rows: The tensors for the gradients of their weights.
+        direction: The constants that tell forward from backward, and say which gradients are wanted.
+    """
     cos, sin, table_unit, table_strides = _tables(c)
     batch, tokens, heads, cols = c.query.shape
     key_heads = 0 if c.key is None else c.key.shape[2]
@@ -158,9 +172,9 @@ class QKNormRope(torch.autograd.Function):
         found: list[Tensor | None] = [None] * len(Rotary._fields)
         if grads[0] is None and grads[1] is None:
             return tuple(found)
-        saved = ctx.saved_tensors  # read once, since a checkpoint gives them once
+        saved = ctx.saved_tensors  # read once, because a checkpoint gives them once
         x, tables = (*grads, None, None) if ctx.constants[0] is None else saved[:4], saved[4:]
-        # A key without a norm, at which alone something arrives, stands in the place of the query.
+        # If a gradient arrives at the key alone and there is no norm, the key stands in the place of the query.
         at = [1, 0, 3, 2] if x[0] is None else [0, 1, 2, 3]
         wants = [ctx.needs_input_grad[i] and grads[i % 2] is not None for i in at]
         gradient = _differentiable if torch.is_grad_enabled() else torch.ops.kernel_fusion.triton_qk_norm_rope_bwd
@@ -172,7 +186,7 @@ class QKNormRope(torch.autograd.Function):
 
 
 def _differentiable(*args: Any) -> list[Tensor | None]:
-    """A rotation the other way, or the definition's gradients."""
+    """The gradients as results of a graph: a rotation the other way, or with a norm those of the definition."""
     dy, dy_key, query, key, query_weight, key_weight, cos, sin, positions, eps, *rest, wants = args
     if eps is None:
         turned = torch.ops.kernel_fusion.qk_norm_rope_reference(
@@ -187,7 +201,7 @@ def _differentiable(*args: Any) -> list[Tensor | None]:
 
 
 def qk_norm_rope(*args: Any) -> tuple[Tensor, Tensor]:
-    """`kernel_fusion::qk_norm_rope` on the Triton kernels."""
+    """Return what `kernel_fusion::qk_norm_rope` does, by the Triton kernels if they take the call."""
     c = Rotary(*args)
     foreign = autograd.needs_definition([*c[:6]], [c.positions])
     # The kernels have no gradients of cos and sin.

@@ -1,4 +1,8 @@
-"""LayerNorm and RMSNorm with their stages: the operators on the kernels."""
+"""LayerNorm and RMSNorm with their stages: the operators that launch the kernels, without gradients.
+
+`NormCall` of core/stages.py has the arguments of forward, and `Backward` those of backward. Both become the same
+`Operands`: the tensors and numbers that all launches of a call share.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +39,13 @@ from kernel_fusion.core.stages import (
 
 
 class Operands(NamedTuple):
-    """The arguments that all launches share.
+    """The kernel's arguments that all launches of one call share.
 
     Attributes:
-        read: tensors: rows, vectors and the seed.
-        numbers: the kernels' numbers, except how many programs a group has.
+        read: The tensors that kernels read, in the order of their parameters: rows, vectors and the seed.
+        numbers: The numbers that kernels take, except how many programs a group of rows has.
+        groups: How many groups of rows have a weight and a bias of their own.
+        constants: The constants of kernels that do not depend on the plan.
     """
 
     read: list[Tensor | None]
@@ -49,7 +55,7 @@ class Operands(NamedTuple):
 
     @property
     def cols(self) -> int:
-        """N."""
+        """The length of a row."""
         return self.numbers[1] * int(self.constants["unit"])
 
     def launch(
@@ -63,7 +69,18 @@ class Operands(NamedTuple):
         registers: int | None = None,
         **constants: Any,
     ) -> None:
-        """Launch `per_group` programs for each group; `others` are further axes of the grid."""
+        """Launch a kernel.
+
+        Args:
+            kernel: The kernel.
+            compiled: The class of its constants.
+            layout: Its plan.
+            results: The tensors that it writes, in the order of its parameters; None for one that it does not write.
+            per_group: How many programs each group of rows has, along the grid's first axis.
+            others: The further axes of the grid.
+            registers: The most registers of a thread, or None for no bound.
+            constants: Constants that this launch adds to those of the call.
+        """
         exact = self.cols % layout.block == 0
         values = compiled.of(layout, exact=exact, **self.constants | constants)
         args = *self.read, *results, per_group, *self.numbers
@@ -72,7 +89,14 @@ class Operands(NamedTuple):
 
 
 def _operands(c: NormCall | Backward, rows: Sequence[Tensor], wide: bool, **constants: Any) -> Operands:
-    """Those of a call that reads these rows, and computes in float64 if `wide`."""
+    """Return the operands of a call.
+
+    Args:
+        c: The call.
+        rows: The tensors of the input's shape that its kernels read.
+        wide: Whether kernels compute in float64.
+        constants: Constants of kernels that `c` does not tell.
+    """
     s, shape = c.stages, rows[0].shape
     groups, vectors, pitches = _grouped(shape, c.num_dims, c.vectors, s.grouped)
     tensors, laid = rows_of(rows, c.num_dims)
@@ -97,7 +121,10 @@ def _operands(c: NormCall | Backward, rows: Sequence[Tensor], wide: bool, **cons
 def _grouped(
     input: Sequence[int], num_dims: int, parameters: Sequence[Tensor | None], grouped: bool
 ) -> tuple[Groups, list[Tensor | None], list[int]]:
-    """The groups; and parameters and their pitches, flat, or in place for groups."""
+    """Return the groups of rows, the parameters as kernels read them, and how far those of two groups are apart.
+
+    Without groups a parameter is a contiguous vector. With them it stays in place if one stride leads to the next.
+    """
     shape = next((p.shape for p in parameters if p is not None), None)
     if not grouped or shape is None:
         return Groups(), [None if p is None else p.contiguous() for p in parameters], [0] * len(parameters)
@@ -108,7 +135,7 @@ def _grouped(
 
 
 def _in_place(parameter: Tensor | None, num_dims: int) -> tuple[Tensor | None, int]:
-    """The parameter, copied if one pitch is not enough, and that."""
+    """Return the parameter, copied if its groups are not evenly spaced, and the distance between two groups."""
     if parameter is None:
         return None, 0
     (laid,), rows = rows_of([parameter], num_dims)
@@ -120,7 +147,14 @@ def _in_place(parameter: Tensor | None, num_dims: int) -> tuple[Tensor | None, i
 def _takes(
     c: NormCall | Backward, input: Tensor, others: Sequence[Tensor | None], residual: Tensor | bool | None
 ) -> bool:
-    """Whether the kernels take these tensors; `others` and the rows of stages have the input's shape."""
+    """Whether the kernels take a call.
+
+    Args:
+        c: The call.
+        input: The tensor that is normalised.
+        others: Further tensors that must have the input's shape, as the rows of stages must.
+        residual: The residual, or whether there is one.
+    """
     stages, given = c.stages, c.stages._asdict()
     if not 1 <= c.num_dims <= input.dim() or any(given[name] not in names for name, names in NAMES.items()):
         return False
@@ -136,6 +170,7 @@ def _takes(
 
 
 def _are_statistics(stats: Tensor, h: Tensor, num_dims: int, each: int) -> bool:
+    """Whether `stats` can be what forward kept of h: `each` numbers for every row."""
     rows = prod(h.shape[: h.dim() - num_dims])
     known = stats.dtype == compute_dtype(h.dtype) and stats.is_contiguous()
     return known and checks.shaped((each, rows), stats)
@@ -143,7 +178,7 @@ def _are_statistics(stats: Tensor, h: Tensor, num_dims: int, each: int) -> bool:
 
 @operator("row_norm_fwd")
 def forward(wants_stats: bool, call: NormCall) -> tuple[Tensor, Tensor, Tensor]:
-    """y, h and the statistics; h is empty without a residual, the statistics if unwanted."""
+    """Return y, h and the statistics. h is empty without a residual, and so are statistics that are not wanted."""
     input, residual, num_dims, *_, rms, s = call
     require_forward("triton_row_norm_fwd", call)
     count = prod(input.shape[: input.dim() - num_dims])
@@ -158,14 +193,14 @@ def forward(wants_stats: bool, call: NormCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def require_forward(operator: str, c: NormCall) -> None:
-    """Raise unless forward's kernels take this."""
+    """Raise an error that names `operator` unless the kernels of forward take this call."""
     takes = _takes(c, c.input, [c.residual], c.residual)
     tensors = [c.input, c.residual, c.weight, c.bias, *(getattr(c.stages, name) for name in TENSORS)]
     require(operator, tensors, takes and c.out_dtype in checks.FLOATING)
 
 
 def forward_plan(c: NormCall) -> plan.Plan:
-    """The plan of forward."""
+    """Return the plan of forward."""
     return plan.norm_forward(prod(c.input.shape[c.input.dim() - c.num_dims :]), c.input.dtype.itemsize)
 
 
@@ -189,16 +224,20 @@ def launch_forward(
     call.launch(row_norm_fwd, RowNormForward, layout, results, per_group, **constants)
 
 
+# The results of backward, by the names of constants that say whether they are wanted.
 _GRADIENTS = "dx", "dother", "dweight", "dbias", "dgate"
 
 
 class Backward(NamedTuple):
-    """The arguments of backward.
+    """The arguments of backward. Those that are not listed here are forward's.
 
     Attributes:
-        dy, dh: the gradients at y and h.
-        h: the normalised tensor, if it was `stored`; else the input, from which it is recomputed.
-        x: the input, if h was stored and there is a pre-activation or a gate.
+        dy: The gradient at y.
+        dh: The gradient at h, if there is one.
+        h: The normalised tensor if forward stored it, and otherwise the input, from which h is computed again.
+        x: The input, if h was stored and there is a pre-activation or a gate.
+        stats: The statistics that forward kept.
+        stored: Whether forward stored h.
     """
 
     dy: Tensor
@@ -216,16 +255,23 @@ class Backward(NamedTuple):
 
     @property
     def vectors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """As of `NormCall`."""
+        """The vectors of a row's length: weight, bias and the gate of a residual."""
         return self.weight, self.bias, self.stages.residual_gate
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """One by one."""
+        """The fields one by one, as the operator takes them."""
         return *self[:-1], *self.stages
 
     def require(self, operator: str, wants: Sequence[bool], *dtypes: torch.dtype | None, shifted: bool = False) -> None:
-        """Raise unless the kernels take it, and can write gradients of these dtypes. `shifted`: as of the kernels."""
+        """Raise an error that names `operator` unless the kernels take this call.
+
+        Args:
+            operator: The name of the operator.
+            wants: Which of the five gradients are wanted.
+            dtypes: The types of gradients that kernels must be able to write.
+            shifted: Whether the statistics hold a number of each row that is subtracted first.
+        """
         s, h = self.stages, self.h
         takes = _takes(self, h, [self.dy, self.dh, self.x], self.stored)
         takes = takes and {*dtypes} <= {None, *checks.FLOATING} and len(wants) == 5
@@ -235,7 +281,7 @@ class Backward(NamedTuple):
         require(operator, [*tensors, *(getattr(s, name) for name in TENSORS)], takes)
 
     def operands(self) -> Operands:
-        """The kernels' operands."""
+        """Return the operands of the kernels."""
         h, x, other = self.h, self.x, other_row(self.stages, None)
         rows = [self.dy, h, other if other is not None else h if x is None else x]
         wide, has_dh = self.stats.dtype == torch.float64, self.dh is not None
@@ -244,11 +290,17 @@ class Backward(NamedTuple):
         return found._replace(read=[*found.read, dh, self.stats])
 
     def launch(self, results: Sequence[Tensor], wants: Sequence[bool], **parts: Any) -> None:
-        """Fill the wanted gradients; `parts` are constants of parts of rows."""
+        """Launch the kernels.
+
+        Args:
+            results: The tensors for dx, the other row's gradient, dweight, dbias and dgate.
+            wants: Which of them are wanted, and filled.
+            parts: Constants of `RowNormBackward` for rows that are parts of longer ones.
+        """
         call, device = self.operands(), plan.device_of(self.h.device)
         count, staged = call.numbers[0], around(call.constants)
         layout = plan.norm_backward(call.cols, self.h.dtype.itemsize, staged)
-        # Whether the row kernel has registers for the sums; a column kernel sums those of long rows.
+        # Whether the kernel of rows has registers for the sums of columns. Long rows have another kernel for these.
         whole = any(wants[2:]) and layout.resident > 0
         programs = device.programs(layout, count, call.groups) if whole else 0
         partials = self._partials(programs * call.groups * call.cols, wants)
@@ -265,7 +317,7 @@ class Backward(NamedTuple):
             self.sum_columns(call, results, wants)
 
     def sum_columns(self, call: Operands, results: Sequence[Tensor], wants: Sequence[bool]) -> None:
-        """Fill the wanted gradients of vectors by a kernel of their own."""
+        """Launch the kernel that sums columns and does nothing else; the arguments are as for `launch`."""
         device, layout = plan.device_of(self.h.device), plan.norm_columns(self.h.dtype.itemsize)
         beside = -(-call.cols // layout.block)
         programs = device.programs(layout, call.numbers[0], beside * call.groups)
@@ -276,6 +328,7 @@ class Backward(NamedTuple):
         _add_up(partials, programs, results, wants, call.groups > 1)
 
     def _partials(self, size: int, wants: Sequence[bool]) -> list[Tensor]:
+        """Memory for the partial rows of dweight and dbias, and of dgate; those of one sum have `size` elements."""
         counts = wants[2] + wants[3], int(wants[4])
         return [torch.empty(count * size, dtype=self.stats.dtype, device=self.h.device) for count in counts]
 
@@ -283,6 +336,10 @@ class Backward(NamedTuple):
 def _add_up(
     partials: Sequence[Tensor], programs: int, results: Sequence[Tensor], wants: Sequence[bool], many: bool
 ) -> None:
+    """Add the partial rows of each of the `programs` into the wanted gradients of vectors.
+
+    `many` says that there may be more columns than 32 bits count, as groups of rows may have together.
+    """
     if outputs := [result for result, wanted in zip(results[2:4], wants[2:4], strict=True) if wanted]:
         sum_partials(partials[0], programs, outputs, many)
     if wants[4]:
@@ -293,14 +350,14 @@ def _add_up(
 def backward(
     input_dtype: torch.dtype, bias_dtype: torch.dtype | None, wants: Sequence[bool], call: Backward
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, the other row, weight, bias and the residual's gate; unwanted ones are empty."""
+    """Return the gradients of x, the other row, weight, bias and the residual's gate; unwanted ones are empty."""
     call.require("triton_row_norm_bwd", wants, input_dtype, bias_dtype)
     s, h = call.stages, call.h
     other = other_row(s, None)
     shape = checks.parameter_shape(h, call.num_dims, s.grouped, *call.vectors)
     weight_dtype, gate_dtype = (input_dtype if p is None else p.dtype for p in (call.weight, s.residual_gate))
     dtypes = input_dtype, (h if other is None else other).dtype, weight_dtype, bias_dtype or input_dtype, gate_dtype
-    # A kernel that sums columns alone makes dgate of the gradient of the residual.
+    # A kernel that sums columns alone computes dgate from the gradient of the residual, which must then be written.
     made = [wants[0], wants[1] or wants[4], *wants[2:]]
     shapes = h.shape, h.shape, shape, shape, shape
     dx, dother, dweight, dbias, dgate = (

@@ -1,7 +1,7 @@
-"""LayerNorm and RMSNorm with their stages: autograd of the operators, and the verb.
+"""LayerNorm and RMSNorm with their stages: autograd of the operators, and the operator that users reach.
 
-One launch computes y and the sum before it, h, but each has a function of its own here, so that PyTorch adds up what
-arrives at h: hooks, `retain_grad` and `autograd.grad` see all of it.
+One launch computes y and the sum before the norm, h. Each of the two has an autograd function of its own here, so that
+PyTorch itself adds up the gradients that arrive at h, and hooks, `retain_grad` and `autograd.grad` see all of them.
 """
 
 from __future__ import annotations
@@ -54,16 +54,17 @@ class Sum(torch.autograd.Function):
 def _of_chain(
     ctx: Any, dh: Tensor, x: Tensor, gate: Tensor | None, seed: Tensor | None, wants: list[bool]
 ) -> list[Tensor | None]:
-    """The gradients of x and the gate."""
+    """The gradients of x and the gate of the residual, from `dh`; `wants` says which are wanted."""
     chain = "first" if gate is None else "gate", ctx.activation, 1.0, ctx.dropout_p, seed
     if not any(wants):
         return [None, None]
-    # What a gate's gradient sums is not rounded before.
+    # The terms of a gate's gradient are not rounded before they are summed.
     wide = dh.dtype if gate is None else compute_dtype(dh.dtype)
     if torch.is_grad_enabled():
         reference = torch.ops.kernel_fusion.pointwise_reference
 
         def added(*tensors: Tensor | None) -> list[Tensor]:
+            """The term that is added to the residual."""
             return [reference(*(None if t is None else t.to(wide).contiguous() for t in tensors), *chain)]
 
         return autograd.differentiable(added, [dh.to(wide)], [x, gate], wants)
@@ -77,7 +78,7 @@ def _of_chain(
 
 
 def sum_and_norm(c: NormCall, h: Tensor) -> tuple[Tensor, NormCall]:
-    """h with its history, if there is a residual, and the norm that is left to do."""
+    """Return h with its history, and the call that is left to do: the norm of h, if there is a residual."""
     if c.residual is None:
         return h, c
     s = c.stages
@@ -103,12 +104,13 @@ class RowNorm(torch.autograd.Function):
         return gradients(ctx, dy, None if torch.is_grad_enabled() else _backward)
 
 
-# Launches backward, as `row_norm.backward` does, for input, the other row, weight and bias.
+# A function that returns the gradients of input, the other row, weight and bias from the bias' type, whether each
+# gradient is wanted, and the arguments of backward.
 Launch = Callable[[torch.dtype | None, list[bool], Backward], tuple[Tensor, ...]]
 
 
 def keep(ctx: Any, c: NormCall, stats: Tensor) -> None:
-    """The arguments and results of forward that backward needs."""
+    """Keep in `ctx` the arguments and the statistics of forward that `gradients` needs."""
     reads_bias = c.stages.activation != IDENTITY or row_at(c.stages) is not None
     bias = c.bias if reads_bias else autograd.unread(c.bias)
     ctx.save_for_backward(stats, c.input, c.weight, bias, *(getattr(c.stages, name) for name in TENSORS))
@@ -119,7 +121,14 @@ def keep(ctx: Any, c: NormCall, stats: Tensor) -> None:
 
 
 def gradients(ctx: Any, dy: Tensor, launch: Launch | None) -> tuple[Any, ...]:
-    """Those of forward's arguments, by these kernels; differentiable ones, by the definition, without."""
+    """Return the gradients of all arguments of an autograd function whose `ctx` has what `keep` kept.
+
+    Args:
+        ctx: The context of the function, whose first two arguments were y and the statistics.
+        dy: The gradient at y.
+        launch: The function that computes the gradients by kernels. None asks for the definition, whose gradients can
+            be differentiated.
+    """
     stats, x, weight, bias, *others = ctx.saved_tensors
     stages = ctx.call.stages._replace(**dict(zip(TENSORS, others, strict=True)))
     c = ctx.call._replace(input=x, weight=weight, bias=bias, stages=stages)
@@ -133,8 +142,9 @@ def gradients(ctx: Any, dy: Tensor, launch: Launch | None) -> tuple[Any, ...]:
 
 
 def _of_kernels(launch: Launch, c: NormCall, dy: Tensor, stats: Tensor, wants: list[bool]) -> tuple[Tensor, ...]:
+    """The gradients of input, the other row, weight and bias, by kernels that `launch` calls."""
     s = c.stages
-    # The kernels take groups from the shape of a parameter.
+    # The kernels need the bias for their formulas, or to take the groups of rows from its shape.
     reads_bias = s.grouped or s.activation != IDENTITY or other_row(s, None) is not None
     affine = c.weight, c.bias if reads_bias else None, c.weight_offset
     call = Backward(dy, None, c.input, None, stats, c.num_dims, *affine, c.rms, False, s)
@@ -142,11 +152,13 @@ def _of_kernels(launch: Launch, c: NormCall, dy: Tensor, stats: Tensor, wants: l
 
 
 def _backward(bias_dtype: torch.dtype | None, wants: list[bool], call: Backward) -> tuple[Tensor, ...]:
+    """The `Launch` of rows that are whole on this rank."""
     results = torch.ops.kernel_fusion.triton_row_norm_bwd(call.h.dtype, bias_dtype, [*wants, False], *call.arguments)
     return tuple(results[:4])
 
 
 def _differentiable(c: NormCall, dy: Tensor, wants: list[bool]) -> list[Tensor | None]:
+    """The gradients of input, the other row, weight and bias, by the definition."""
     at = row_at(c.stages)
 
     def norm(x: Tensor, other: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> list[Tensor]:
@@ -158,7 +170,7 @@ def _differentiable(c: NormCall, dy: Tensor, wants: list[bool]) -> list[Tensor |
 
 
 def staged_row_norm(*args: Any) -> tuple[Tensor, Tensor]:
-    """`kernel_fusion::staged_row_norm` on the Triton kernels."""
+    """Return what `kernel_fusion::staged_row_norm` does, by the Triton kernels if they take the call."""
     c = norm_call(*args)
     s, other = c.stages, other_row(c.stages, c.residual)
     shape = checks.parameter_shape(c.input, c.num_dims, s.grouped, *c.vectors)

@@ -1,8 +1,8 @@
-"""LayerNorm and RMSNorm of rows whose other columns are on other ranks: the operators on the kernels, and autograd.
+"""LayerNorm and RMSNorm of rows whose other columns are on other ranks: operators that launch kernels, and autograd.
 
-Either direction has two operators, between which the caller adds up sums of rows over the ranks. LayerNorm of float64
-takes forward's first twice: the mean that it finds is what the second time is subtracted from each row (`shift`), and
-from then on. So the sums are those of rows near zero, and no digit is lost that x has.
+Either direction has two operators, and between them the caller adds up sums of rows over the ranks. LayerNorm of
+float64 calls the first operator of forward twice. The means that the first call finds are the *shift*, which is
+subtracted from each row from then on. So the sums are those of rows near zero, and no digit is lost that x has.
 """
 
 from __future__ import annotations
@@ -28,31 +28,37 @@ from kernel_fusion.core.arguments import require
 from kernel_fusion.core.spec import compute_dtype
 from kernel_fusion.core.stages import Given, NormCall, norm_call, other_row
 
-# Adds up a tensor over all ranks, in place.
+# A function that adds up a tensor over all ranks, in place.
 Join = Callable[[Tensor], None]
 
 
 def _memory(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
-    """Memory for a kernel to fill, or zeros where none runs."""
+    """Memory for a kernel to fill, or zeros if `like` has no elements, for which no kernel runs."""
     make = torch.empty if like.numel() > 0 else torch.zeros
     return make(shape, dtype=dtype, device=like.device)
 
 
 def _sums(rows: Tensor, num_dims: int, rms: bool) -> Tensor:
+    """Memory for the sums of rows of this tensor, and for the number of columns."""
     count = prod(rows.shape[: rows.dim() - num_dims])
     return _memory(rows, _num_sums(count, rms), dtype=torch.float64)
 
 
 def _num_sums(count: int, rms: bool) -> int:
+    """How many numbers the sums of `count` rows are, with the number of columns."""
     return (1 if rms else 2) * count + 1
 
 
 def _is_shifted(rows: Tensor, rms: bool) -> bool:
+    """Whether a shift is subtracted from the rows of this tensor."""
     return rows.dtype == torch.float64 and not rms
 
 
 def _require_numbers(name: str, rows: Tensor, numbers: Tensor | None, expected: int | None) -> None:
-    """Raise unless these are as many numbers as the operator expects beside these rows, in float64, or none."""
+    """Raise an error that names the operator `name` unless `numbers` fit.
+
+    They must be `expected` contiguous numbers of float64 on the device of `rows`, or None if that is expected.
+    """
     fits = numbers is None and expected is None
     if numbers is not None and expected is not None:
         fits = numbers.dtype == torch.float64 and checks.shaped((expected,), numbers) and numbers.is_contiguous()
@@ -63,9 +69,10 @@ def _require_numbers(name: str, rows: Tensor, numbers: Tensor | None, expected: 
 def moments(
     shift: Tensor | None, input: Tensor, residual: Tensor | None, num_dims: int, rms: bool, stages: Given
 ) -> tuple[Tensor, Tensor]:
-    """The sums of rows' squares, for LayerNorm those of values, and the number of columns; and h, as in forward.
+    """Return the sums of the rows' columns on this rank, and h, which is empty without a residual.
 
-    The stages are those before the norm. The shift, for LayerNorm of float64 without a residual, is subtracted from h.
+    The sums are those of squares, for LayerNorm then those of values, and last the number of columns. `stages` are
+    those before the norm. The shift is subtracted from h. Only LayerNorm of float64 without a residual may have one.
     """
     call = NormCall(input, residual, num_dims, None, None, 0.0, 0.0, input.dtype, rms, stages)
     sums = _sums(input, num_dims, rms)
@@ -80,9 +87,9 @@ def moments(
 
 @operator("row_norm_apply")
 def apply(sums: Tensor, shift: Tensor | None, call: NormCall) -> tuple[Tensor, Tensor]:
-    """y and the statistics, from sums over all ranks; for LayerNorm of float64 with the shift.
+    """Return y and the statistics, from sums over all ranks; LayerNorm of float64 has a shift, too.
 
-    The input is what `moments` wrote where there is a residual, and then the stages are those after the norm.
+    If there is a residual, the input is the h that `moments` wrote, and the stages are those after the norm.
     """
     h, num_dims, shifted = call.input, call.num_dims, _is_shifted(call.input, call.rms)
     count = prod(h.shape[: h.dim() - num_dims])
@@ -101,7 +108,11 @@ def apply(sums: Tensor, shift: Tensor | None, call: NormCall) -> tuple[Tensor, T
 def backward_sums(
     bias_dtype: torch.dtype | None, wants: Sequence[bool], call: Backward
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows' sums of gwn, for LayerNorm those of gw, and the number of columns; dweight and dbias."""
+    """Return the sums of the rows' columns on this rank, dweight and dbias.
+
+    The sums are those of gwn, for LayerNorm then those of gw, and last the number of columns. `wants` says whether
+    these, dweight and dbias are wanted.
+    """
     h, weight = call.h, call.weight
     shape = checks.parameter_shape(h, call.num_dims, call.stages.grouped, weight, call.bias)
     sums = _sums(h, call.num_dims, call.rms)
@@ -118,7 +129,7 @@ def backward_sums(
 
 @operator("row_norm_bwd_apply")
 def backward_apply(sums: Tensor, wants: Sequence[bool], call: Backward) -> tuple[Tensor, Tensor]:
-    """dx and the other row's gradient, from sums over all ranks."""
+    """Return dx and the other row's gradient, from sums over all ranks; `wants` says which of both are wanted."""
     h, other = call.h, other_row(call.stages, None)
     dtypes = h.dtype, (h if other is None else other).dtype
     dx, dother = (
@@ -159,7 +170,10 @@ class NormOfParts(torch.autograd.Function):
 def _backward(
     join: Join, bias_dtype: torch.dtype | None, wants: list[bool], call: Backward
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sums are joined if the gradient of a row is wanted."""
+    """The gradients of the input, the other row, weight and bias.
+
+    `join` adds up the sums of rows over the ranks, if the gradient of a tensor of the input's shape is wanted.
+    """
     ops, of_rows = torch.ops.kernel_fusion, any(wants[:2])
     sums, dweight, dbias = ops.triton_row_norm_bwd_sums(bias_dtype, [of_rows, *wants[2:]], *call.arguments)
     dx = dother = sums[:0]
@@ -170,7 +184,7 @@ def _backward(
 
 
 def _joined_moments(join: Join, shift: Tensor | None, c: NormCall) -> tuple[Tensor, Tensor]:
-    """The sums over all ranks, and h."""
+    """The sums of rows over all ranks, and h."""
     s = c.stages
     grouped = s.grouped and s.residual_gate is not None  # no other vector stands before the norm
     first = s.gate if s.gate_first else None
@@ -182,7 +196,10 @@ def _joined_moments(join: Join, shift: Tensor | None, c: NormCall) -> tuple[Tens
 
 
 def staged_row_norm(join: Join, *args: Any) -> tuple[Tensor, Tensor]:
-    """`kernel_fusion::staged_row_norm` of a rank's columns."""
+    """Return what `kernel_fusion::staged_row_norm` does, for rows of which this rank has some columns.
+
+    `join` adds up the sums of rows over the ranks, and `args` are the operator's arguments on this rank.
+    """
     c = norm_call(*args)
     checks.staged_row_norm(c)
     c = c._replace(out_dtype=c.out_dtype or c.input.dtype)

@@ -1,4 +1,4 @@
-"""Softmax over the last dimension: the operators on the kernels, and their autograd."""
+"""Softmax over the last dimension: the operators that launch the kernels, and their autograd."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from kernel_fusion.backends.triton import autograd, plan
 from kernel_fusion.backends.triton.kernels import softmax as kernels
 from kernel_fusion.backends.triton.kernels.constants import Softmax as Constants
 from kernel_fusion.backends.triton.launch import launch, operator
-from kernel_fusion.backends.triton.layout import Rows, merge, outer_rows, rows_of, unit
+from kernel_fusion.backends.triton.layout import RowLayout, merge, outer_rows, rows_of, unit
 from kernel_fusion.core.arguments import floating, require
 from kernel_fusion.core.checks import shaped
 from kernel_fusion.core.spec import cast, compute_dtype
 
 
-def _layout(input: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, Rows]:
-    """Input and mask as rows; the mask's columns may have any stride, so a broadcast mask is not copied."""
+def _layout(input: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, RowLayout]:
+    """Input and mask as kernels read them, and the layout of the rows of both.
+
+    The columns of the mask may have any stride, so that a broadcast mask is not copied.
+    """
     if mask is None:
         tensors, rows = rows_of([input], 1)
-        return tensors[0], None, Rows(rows.count, rows.middle, rows.inner, (*rows.strides, (0, 0, 0)))
+        return tensors[0], None, RowLayout(rows.count, rows.middle, rows.inner, (*rows.strides, (0, 0, 0)))
     x = input if input.stride(-1) == 1 or input.shape[-1] == 1 else input.contiguous()
     for given, by in ((x, mask), (x.contiguous(), mask), (x.contiguous(), mask.contiguous())):
         found = outer_rows(*merge(given.shape[:-1], [given.stride()[:-1], by.stride()[:-1]]))
@@ -31,6 +34,7 @@ def _layout(input: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, 
 
 
 def _takes_forward(input: Tensor, mask: Tensor | None, causal: bool) -> bool:
+    """Whether the kernel of forward takes this call."""
     if input.dim() < 1 + causal or input.numel() == 0 or not floating(input):
         return False
     return mask is None or _is_mask(mask, input)
@@ -38,7 +42,7 @@ def _takes_forward(input: Tensor, mask: Tensor | None, causal: bool) -> bool:
 
 @operator("softmax_fwd")
 def forward(input: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
-    """y, contiguous; `mask` has the input's shape with any strides."""
+    """Return y, which is contiguous. `mask` has the input's shape and any strides."""
     require("triton_softmax_fwd", [input, mask], _takes_forward(input, mask, causal))
     cols = input.shape[-1]
     x, by, rows = _layout(input, mask)
@@ -58,7 +62,10 @@ def forward(input: Tensor, mask: Tensor | None, scale: float, causal: bool) -> T
 
 @operator("softmax_bwd")
 def backward(dy: Tensor, y: Tensor, scale: float, leaves_out: bool) -> Tensor:
-    """dx, contiguous; with `leaves_out`, 0 where y is, even in a row with NaN."""
+    """Return dx, which is contiguous.
+
+    With `leaves_out`, the mask or the diagonal left out elements. dx is then 0 if y is, even in a row with NaN.
+    """
     takes = y.dim() >= 1 and y.numel() > 0 and floating(dy, y) and shaped(y.shape, dy)
     require("triton_softmax_bwd", [dy, y], takes)
     dy, y, cols = dy.contiguous(), y.contiguous(), y.shape[-1]
@@ -90,7 +97,7 @@ class Softmax(torch.autograd.Function):
         """Gradients of the input and of an additive mask."""
         (dy,) = grads
         (y,) = ctx.saved_tensors
-        # y carries its history, so that this formula of y is differentiable.
+        # y carries its history, so the formula, which is one of y, can be differentiated.
         gradient = _formula if torch.is_grad_enabled() else torch.ops.kernel_fusion.triton_softmax_bwd
         dx, dmask = (
             cast(gradient(dy, y, scale, ctx.leaves_out), dtype) if wanted else None
@@ -100,6 +107,7 @@ class Softmax(torch.autograd.Function):
 
 
 def _formula(dy: Tensor, y: Tensor, scale: float, leaves_out: bool) -> Tensor:
+    """The result of `backward` by PyTorch's operations, through which gradients flow."""
     wide = compute_dtype(y.dtype)
     weights = cast(y, wide)
     product = cast(dy, wide) * weights
@@ -108,7 +116,7 @@ def _formula(dy: Tensor, y: Tensor, scale: float, leaves_out: bool) -> Tensor:
 
 
 def softmax(input: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
-    """`kernel_fusion::softmax` on the Triton kernels."""
+    """Return what `kernel_fusion::softmax` does, by the Triton kernels if they take the call."""
     args = (input, mask, scale, causal)
     if autograd.needs_definition([input], [mask]) or (mask is not None and not _is_mask(mask, input)):
         return torch.ops.kernel_fusion.softmax_reference(*args)  # type: ignore[no-any-return]
@@ -118,4 +126,5 @@ def softmax(input: Tensor, mask: Tensor | None, scale: float, causal: bool) -> T
 
 
 def _is_mask(mask: Tensor, input: Tensor) -> bool:
+    """Whether the kernels take this mask of the input."""
     return shaped(input.shape, mask) and (mask.dtype == torch.bool or floating(mask))

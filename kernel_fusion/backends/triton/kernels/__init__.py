@@ -1,1 +1,1 @@
-"""The Triton kernels. No constant of theirs depends on the number of rows."""
+"""The Triton kernels. None of their constants depends on the number of rows, so a new batch size compiles nothing."""

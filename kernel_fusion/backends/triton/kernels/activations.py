@@ -1,8 +1,8 @@
-"""Value and slope (derivative) of activations, chosen by name at compile time.
+"""The value and the slope (derivative) of every activation, chosen by name when a kernel is compiled.
 
-Names are those of core/activations.py. NaN, infinities and slopes at kinks are as in PyTorch. Comparisons
-with NaN are false, so NaN takes the last branch. Constants that float32 cannot hold exactly appear only next to a
-value, whose type they take.
+The names are those of core/activations.py. NaN, infinities and slopes at kinks are as in PyTorch. Comparisons with NaN
+are false, so NaN takes the last branch. A constant that float32 cannot hold exactly stands only next to a value, whose
+type it takes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _relu(x):
 
 @triton.jit
 def _phi(x):
-    """The normal distribution, (1 + erf(x / sqrt(2))) / 2."""
+    """The distribution function of the normal distribution, (1 + erf(x / sqrt(2))) / 2."""
     return 0.5 + 0.5 * tl.erf(x * 0.70710678118654752440)
 
 
@@ -37,26 +37,26 @@ def _gelu_tanh_of(x):
 
 @triton.jit
 def _mish_n(x):
-    """n = e^x (e^x + 2); n / (n + 2) is tanh(log(1 + e^x)), which is 1 to the last digit from x = 20."""
+    """n = e^x (e^x + 2), of which n / (n + 2) is tanh(log(1 + e^x)). From x = 20 on that is 1 to the last digit."""
     e = exp(tl.where(x > 20.0, 20.0, x))
     return e * (e + 2.0)
 
 
 @triton.jit
 def _squareplus_root(x):
-    """s = sqrt(x^2 + 4), which is |x| from 2^30 on."""
+    """s = sqrt(x^2 + 4), which is |x| to the last digit from 2^30 on."""
     return tl.where(tl.abs(x) > 2.0**30, tl.abs(x), tl.sqrt(x * x + 4.0))
 
 
 @triton.jit
 def _squareplus(x):
-    """(x + s) / 2 without cancellation: max(x, 0) + 2 / (s + |x|)."""
+    """(x + s) / 2, computed without cancellation as max(x, 0) + 2 / (s + |x|)."""
     return _relu(x) + 1.0 / (0.5 * _squareplus_root(x) + 0.5 * tl.abs(x))
 
 
 @triton.jit
 def value(x, NAME: tl.constexpr):
-    """The activation NAME of a float32 or float64 block."""
+    """The activation NAME of a tile of float32 or float64."""
     if NAME == "identity":
         y = x
     elif NAME == "sign":
@@ -138,7 +138,7 @@ def slope(x, NAME: tl.constexpr):
         s = _sigmoid(x)
         d = s * (1.0 - s)
     elif NAME == "mish":
-        # 1 - tanh^2 is 4 (n + 1) / (n + 2)^2, without cancellation. At infinities, x - x makes the slope NaN, as in
+        # 1 - tanh^2 is 4 (n + 1) / (n + 2)^2, which cancels nothing. At infinities x - x makes the slope NaN, as in
         # PyTorch.
         n = _mish_n(x)
         r = 1.0 / (n + 2.0)
@@ -160,7 +160,10 @@ def slope(x, NAME: tl.constexpr):
 
 @triton.jit
 def times_slope(g, x, NAME: tl.constexpr):
-    """The gradient at x from g, that at the activation. A slope of 0 is selected where PyTorch selects it."""
+    """The gradient at x, from the gradient `g` at the activation NAME of x.
+
+    If the slope is 0, PyTorch's backward of some activations gives 0 whatever g is, and so does this.
+    """
     d = slope(x, NAME)
     SELECTS: tl.constexpr = NAME == "sign" or NAME == "relu" or NAME == "relu_squared" or NAME == "hardswish"
     if SELECTS:

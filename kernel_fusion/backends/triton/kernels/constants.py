@@ -135,7 +135,7 @@ class Codes(Constants):
     Attributes:
         codes: PyTorch's name of the codes' type, or nothing if the result is not quantised.
         largest: The largest code.
-        group: The columns that share a scale, or 0 if a whole row shares one or the scale is given.
+        scale_cols: How many columns share a scale, or 0 if a whole row shares one or the scale is given.
         given: Whether the scale is given.
         rounds: Whether an instruction makes the codes from float32.
         keeps: Whether the result before quantisation is written, too.
@@ -143,7 +143,7 @@ class Codes(Constants):
 
     codes: str = ""
     largest: float = 0.0
-    group: int = 0
+    scale_cols: int = 0
     given: bool = False
     rounds: bool = False
     keeps: bool = True

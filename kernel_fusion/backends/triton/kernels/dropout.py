@@ -1,7 +1,7 @@
-"""Which elements of a tile dropout keeps, by seed and position, as in backends/eager/dropout.py.
+"""The elements of a tile that dropout keeps, by the seed and their positions, as in backends/eager/dropout.py.
 
-If rows begin with a block of random bits (ALIGNED), each is drawn once for its eight elements; else every element draws
-its own.
+A block of random bits serves eight elements that follow each other. If every row begins with a block (ALIGNED), each
+block is drawn once. Otherwise every element draws the block that it lies in.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def _words(seed, block):
-    """The four words of a block of random bits."""
+    """The four words of the block of random bits number `block`."""
     low = (block & 0xFFFFFFFF).to(tl.uint32)
     high = (block >> 32).to(tl.uint32)
     zero = tl.zeros_like(low)
@@ -23,13 +23,17 @@ def _words(seed, block):
 
 @triton.jit
 def _exchange_halves(words):
-    """Exchange the halves of each word."""
+    """The words with their upper and lower halves exchanged."""
     return (words << 16) | (words >> 16)
 
 
 @triton.jit
 def kept(seed_ptr, first, THRESHOLD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """`first` (int64, (rows, 1)) is the position of column 0."""
+    """The mask of the elements that are kept.
+
+    `first` (int64, one number below the other) are the positions of column 0 of a tile of BLOCK columns. An element is
+    dropped if its 32 random bits are below THRESHOLD.
+    """
     seed = tl.load(seed_ptr)
     if ALIGNED:
         w0, w1, w2, w3 = _words(seed, first // 8 + tl.arange(0, BLOCK // 8)[None, :])

@@ -1,7 +1,7 @@
 """Elementary functions to a few units in the last place, and correctly rounded quotients.
 
-The error of Triton's `exp` grows with its argument, and it has no tanh, expm1 and log1p. So compiled kernels use the
-device's mathematical library, and the interpreter NumPy.
+The error of Triton's `exp` grows with its argument, and Triton has no tanh, expm1 and log1p. So compiled kernels use
+the mathematical library of the device. The interpreter uses NumPy's exp and log and the formulas below.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if INTERPRETED:
 
     @triton.jit
     def fma(a, b, c):
-        """a b + c in float32, rounded once; the interpreter of Triton 3.6 rounds twice.
+        """a b + c in float32, rounded once. The interpreter of Triton 3.6 rounds twice.
 
-        An inexact float64 sum is made odd, so that rounding finds no tie.
+        If the sum in float64 is not exact, its last digit is made odd, so that the rounding to float32 meets no tie.
         """
         product, c = a.to(tl.float64) * b.to(tl.float64), c.to(tl.float64)
         total = product + c
@@ -36,20 +36,20 @@ if INTERPRETED:
 
     @triton.jit
     def expm1(x):
-        """e^x - 1, by Kahan's quotient, where the rounding of e^x cancels."""
+        """e^x - 1 by Kahan's quotient, in which the rounding error of e^x cancels."""
         u = tl.exp(x)
         quotient = (u - 1.0) * (x / tl.log(u))
         return tl.where(u == 1.0, x, tl.where(tl.abs(x) > 40.0, u - 1.0, quotient))
 
     @triton.jit
     def log1p(x):
-        """log(1 + x), by the same quotient."""
+        """log(1 + x) by the same quotient."""
         u = 1.0 + x
         return tl.where(u == 1.0, x, tl.log(u) * (x / (u - 1.0)))
 
     @triton.jit
     def tanh(x):
-        """From e^(2|x|) - 1; near 1 by its distance from 1."""
+        """tanh(x) from e = e^(2|x|) - 1. Values near 1 are computed by their distance from 1."""
         e = expm1(2.0 * tl.abs(x))
         t = tl.where(tl.abs(x) > 0.5, 1.0 - 2.0 / (e + 2.0), e / (e + 2.0))
         return tl.where(x < 0.0, -t, t)
@@ -61,7 +61,7 @@ else:  # pragma: gpu
 
 @triton.jit
 def divide(a, b):
-    """a / b, rounded correctly, for a row's factors."""
+    """a / b, rounded correctly. It is meant for a number per row, because it is slow."""
     if a.dtype == tl.float64:
         return a / b
     else:
@@ -70,9 +70,10 @@ def divide(a, b):
 
 @triton.jit
 def quotient(a, b, reciprocal):
-    """a / b, given 1 / b; exact if it has no more digits than a, as the mean of equal numbers.
+    """a / b from the reciprocal of b, corrected by the remainder.
 
-    The last operations must not fuse with later ones.
+    It is exact if the quotient has no more digits than a, as the mean of equal numbers has. The last operations are
+    fma, so that the compiler fuses none of them with later ones.
     """
     estimate = a * reciprocal
     corrected = tl.fma(tl.fma(-estimate, b, a), reciprocal, estimate)
@@ -81,14 +82,14 @@ def quotient(a, b, reciprocal):
 
 @triton.jit
 def reciprocal_sqrt(x):
-    """1 / sqrt(x); in float32 an approximation and a Newton step, to one ulp.
+    """1 / sqrt(x). In float32 it is an approximation and a Newton step, which is right to one unit in the last place.
 
-    The correctly rounded one is a call, around which registers must be saved.
+    The correctly rounded function is a call, around which a program would have to save its registers.
     """
     if x.dtype == tl.float64:
         return 1.0 / tl.sqrt(x)
     else:
-        # The approximation treats numbers below 2^-126 as zero.
+        # The approximation treats numbers below 2^-126 as zero, so small numbers are scaled.
         tiny = x < 2.0**-64
         scaled = tl.where(tiny, x * 2.0**64, x)
         root = tl.rsqrt(scaled)

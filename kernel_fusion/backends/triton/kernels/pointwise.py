@@ -1,8 +1,8 @@
 """Pointwise chains, y = dropout(scale * f(a, b)), and their gradients.
 
-y is dense, and kernels walk through its memory in rows of `num_cols` elements. Operands have up to three outer strides
-and a column stride (0 if broadcast). A tensor without structure (flat) is one long row, whose full tiles load in
-vectors, without masks. Bytes per element: a and b in, y out; backward dy, a and b in, da and db out.
+y is dense, and kernels walk through its memory in rows of `num_cols` elements. Operands have up to three outer strides,
+and a column stride, which is 0 if they are broadcast. If the operands lie like y (C.flat), all of it is one long row,
+whose full tiles need no mask. Bytes for each element: a and b in, y out; in backward dy, a and b in, da and db out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kernel_fusion.backends.triton.kernels.rows import load, row_offset, scalar,
 
 @triton.jit
 def _chain(a, b, C: tl.constexpr):
-    """f(a, b); "first" ignores `b`."""
+    """f(a, b) of a tile. A chain of one operand ("first") ignores `b`."""
     if C.combine == "first":
         y = value(a, C.activation)
     elif C.combine == "add":
@@ -32,7 +32,7 @@ def _chain(a, b, C: tl.constexpr):
 
 @triton.jit
 def _derive(g, a, b, C: tl.constexpr):
-    """The gradients of a and b, from g, that of f."""
+    """The gradients of a and b of a tile, from the gradient `g` of f."""
     if C.combine == "first":
         da = times_slope(g, a, C.activation)
         db = da
@@ -51,7 +51,10 @@ def _derive(g, a, b, C: tl.constexpr):
 
 @triton.jit
 def _operands(pointers, offsets, mask, C: tl.constexpr):
-    """a and b of a tile; a twice for "first". `pointers` begin with dy, a, b and seed."""
+    """a and b of a tile, or a twice for a chain of one operand.
+
+    `pointers`, here and below, begin with those of dy, a, b and the seed. `offsets` are those of the tile in a and b.
+    """
     a = load(pointers[1], offsets[0], mask, C.wide)
     if C.combine == "first":
         b = a
@@ -62,7 +65,7 @@ def _operands(pointers, offsets, mask, C: tl.constexpr):
 
 @triton.jit
 def _kept(v, seed_ptr, y_row, C: tl.constexpr):
-    """The scaled elements of a tile, or 0 where dropout drops them."""
+    """The elements `v` of a tile times C.scale, or 0 if dropout drops them. `y_row` are the positions of column 0."""
     if C.scale != 1.0:
         v = v * C.scale
     if C.threshold > 0:
@@ -72,7 +75,10 @@ def _kept(v, seed_ptr, y_row, C: tl.constexpr):
 
 @triton.jit
 def _gradients(pointers, offsets, y_row, col, mask, C: tl.constexpr):
-    """The gradients of a and b of a tile, in the compute type."""
+    """The gradients of a and b of a tile, in the type that the kernel computes in.
+
+    `y_row` are the tile's positions of column 0 in y and dy, and `col` are its columns.
+    """
     g = _kept(load(pointers[0], y_row + col, mask, C.wide), pointers[3], y_row, C)
     a, b = _operands(pointers, offsets, mask, C)
     return _derive(g, a, b, C)
@@ -80,7 +86,7 @@ def _gradients(pointers, offsets, y_row, col, mask, C: tl.constexpr):
 
 @triton.jit
 def _tile(pointers, offsets, y_row, col, mask, C: tl.constexpr):
-    """y of a tile, or da and db; `pointers` are those of the kernel."""
+    """Write y of a tile, or with C.backward da and db. Behind the seed's, `pointers` has those of the two results."""
     if C.backward:
         da, db = _gradients(pointers, offsets, y_row, col, mask, C)
         if C.da:
@@ -113,7 +119,7 @@ def pointwise(
     at = start + col
     pointers = (dy_ptr, a_ptr, b_ptr, seed_ptr, first_ptr, second_ptr)
     if C.flat:
-        # Tiles begin with a block of random bits, and only the last needs a mask.
+        # Every tile begins with a block of random bits, and only the last one needs a mask.
         if start + BLOCK <= num_cols:
             _tile(pointers, (at, at), start + tl.zeros([1, 1], tl.int64), col, None, C)
         else:
@@ -128,7 +134,7 @@ def pointwise(
 
 @kernel()
 def pointwise_bwd_columns(dy_ptr, a_ptr, b_ptr, seed_ptr, da_ptr, partials_ptr, num_rows, col_units, C: tl.constexpr):
-    """Write da, and partial sums of the row db: a program has a block of columns and some rows."""
+    """Write da, and partial sums of the row db. A program has a block of columns and some tiles of rows."""
     ROWS: tl.constexpr = C.rows
     BLOCK: tl.constexpr = C.block
     num_cols = col_units * C.unit

@@ -123,20 +123,20 @@ def store_codes(vs, scale, to, v_row, row_mask, start, col, num_cols, C: tl.cons
     codes_ptr, scales_ptr, num_rows, row = to
     HEIGHT: tl.constexpr = vs[0].shape[0]
     WIDTH: tl.constexpr = vs[0].shape[1]
-    GROUP: tl.constexpr = C.group if C.group > 0 else WIDTH
-    BLOCKS: tl.constexpr = WIDTH // GROUP
-    if C.group == 0 and not C.given and not C.looped:
+    SHARED: tl.constexpr = C.scale_cols if C.scale_cols > 0 else WIDTH
+    BLOCKS: tl.constexpr = WIDTH // SHARED
+    if C.scale_cols == 0 and not C.given and not C.looped:
         largest = magnitude(vs[0])
         for i in tl.static_range(1, len(vs)):
             largest = tl.maximum(largest, magnitude(vs[i]))
         scale = _row_scale(tl.max(largest, axis=1)[:, None], scales_ptr + row, row_mask, C)
     for i in tl.static_range(len(vs)):
         at = i * C.block + col
-        if C.group > 0:
-            parts = tl.reshape(vs[i], [HEIGHT, BLOCKS, GROUP])
+        if C.scale_cols > 0:
+            parts = tl.reshape(vs[i], [HEIGHT, BLOCKS, SHARED])
             s = scale_of(tl.max(magnitude(parts), axis=2), C.largest)
-            block = (i * C.block + start) // GROUP + tl.arange(0, BLOCKS)[None, :]
-            tl.store(scales_ptr + block * num_rows + row, s, mask=row_mask & (block < tl.cdiv(num_cols, GROUP)))
+            block = (i * C.block + start) // SHARED + tl.arange(0, BLOCKS)[None, :]
+            tl.store(scales_ptr + block * num_rows + row, s, mask=row_mask & (block < tl.cdiv(num_cols, SHARED)))
             codes = tl.reshape(encode(parts, divisor(s[:, :, None]), C), [HEIGHT, WIDTH])
         else:
             codes = encode(vs[i], scale, C)
@@ -173,7 +173,7 @@ def quantize_rows(
     a_row = row_offset(row, (middle, inner), (a0, a1, a2), C.unit, C.flat)
     b_row = row_offset(row, (middle, inner), (b0, b1, b2), C.unit, C.flat)
     scale = given_scale(scale_ptr, C)
-    if C.looped and not C.given and C.group == 0:
+    if C.looped and not C.given and C.scale_cols == 0:
         largest = tl.zeros([ROWS, BLOCK], tl.int32)
         for start in range(0, num_cols, BLOCK):
             at = start + col

@@ -1,18 +1,19 @@
-"""The rotary embedding of heads, perhaps of their RMSNorm, forward and backward.
+"""The rotary embedding of heads, or of their RMSNorm, forward and backward.
 
-With n = x * rstd * (offset + weight), or n = x, and pairs (n1, n2) of columns i and i + half, or 2 i and 2 i + 1:
+With n = x * rstd * (offset + weight), or n = x without a norm, and pairs (n1, n2) of columns i and i + half, or of
+columns 2 i and 2 i + 1:
 
     y1 = n1 cos[i] - n2 sin[i], y2 = n2 cos[i] + n1 sin[i], and the other columns of n as they are
 
-Backward turns the gradients the other way, which gives g, and with m = x * rstd
+Backward rotates the gradients the other way, which gives g. With m = x * rstd,
 
     dx = rstd * (g w - m E[g w m]), dweight = sum of g m over heads and tokens
 
-A program has a tile of heads of one token, and a block for each half of the rotated columns, so that a thread has both
-elements of its pairs. For weights' gradients programs are persistent: each walks through tiles with both sums in
-registers, and writes one partial row of each; sum_partials adds those in order. Tiles without a wanted gradient are
-passed over, so a weight's sums are the same without the others'. Bytes per element: x in, y out; backward x and dy in,
-dx out, without a norm dy in, dx out.
+A program has a tile of heads of one token, and a block for either element of the pairs, so that a thread has both
+elements of its pairs. For the gradients of weights programs are persistent: each walks through tiles, keeps the sums of
+both weights in registers, and writes one partial row of each; sum_partials adds those in order. Tiles without a wanted
+gradient are passed over, so the sums of one weight do not depend on whether the other's are wanted. Bytes for each
+element: x in, y out; in backward x and dy in, dx out, and without a norm dy in, dx out.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from kernel_fusion.backends.triton.kernels.rows import load, plus_offset, scalar
 
 @triton.jit
 def _load_columns(ptr, at, mask, ROWS: tl.constexpr, C: tl.constexpr):
-    """Both elements of each pair, and the other columns, of ROWS heads that begin at `at`."""
+    """The first and the second elements of all pairs, and the other columns, of ROWS heads.
+
+    `at` are the offsets of the heads, and `mask` says which of them exist.
+    """
     HALF: tl.constexpr = C.half
     BLOCK: tl.constexpr = C.block
     REST: tl.constexpr = C.rest
@@ -49,7 +53,7 @@ def _load_columns(ptr, at, mask, ROWS: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _store_columns(ptr, at, mask, columns, ROWS: tl.constexpr, C: tl.constexpr):
-    """The counterpart."""
+    """Store the three parts of heads that `_load_columns` loads."""
     HALF: tl.constexpr = C.half
     BLOCK: tl.constexpr = C.block
     REST: tl.constexpr = C.rest
@@ -70,7 +74,7 @@ def _store_columns(ptr, at, mask, columns, ROWS: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _weights(ptr, C: tl.constexpr, PRESENT: tl.constexpr):
-    """offset + weight, if there is a weight; loaded where each head needs it."""
+    """offset + weight in three parts, or ones if no weight is PRESENT; each row of the tile loads its own."""
     ROWS: tl.constexpr = C.rows
     if PRESENT:
         w1, w2, rest = _load_columns(ptr, tl.zeros([ROWS, 1], tl.int32), tl.full([ROWS, 1], True, tl.int1), ROWS, C)
@@ -86,6 +90,7 @@ def _weights(ptr, C: tl.constexpr, PRESENT: tl.constexpr):
 
 @triton.jit
 def _rounded(v, TYPE: tl.constexpr, ROUNDS: tl.constexpr):
+    """A tile rounded to TYPE, if ROUNDS."""
     if ROUNDS:
         v = v.to(TYPE).to(v.dtype)
     return v
@@ -93,7 +98,7 @@ def _rounded(v, TYPE: tl.constexpr, ROUNDS: tl.constexpr):
 
 @triton.jit
 def _angles(pointers, example, token, strides, table_rows, C: tl.constexpr):
-    """Cosines and sines of a token, for each head; NaN for a position outside the table."""
+    """The cosines and sines of a token, the same for each head of a tile; NaN for a position outside the table."""
     cos_ptr, sin_ptr, positions_ptr = pointers
     t0, t1, p0, p1 = strides
     ROWS: tl.constexpr = C.rows
@@ -120,6 +125,7 @@ def _angles(pointers, example, token, strides, table_rows, C: tl.constexpr):
 
 @triton.jit
 def _sum_of_row(columns, C: tl.constexpr):
+    """The sum of each head over its three parts."""
     REST: tl.constexpr = C.rest
     first, second, rest = columns
     total = tl.sum(first + second, axis=1)[:, None]
@@ -130,30 +136,36 @@ def _sum_of_row(columns, C: tl.constexpr):
 
 @triton.jit
 def _rstd(x1, x2, rest, C: tl.constexpr):
+    """1 / sqrt(mean of squares + eps) of each head."""
     squares = _sum_of_row((x1 * x1, x2 * x2, rest * rest), C)
     return reciprocal_sqrt(squares * (1.0 / C.cols) + C.eps)
 
 
 @triton.jit
 def _times(columns, weights):
+    """The product of three parts with three others."""
     return columns[0] * weights[0], columns[1] * weights[1], columns[2] * weights[2]
 
 
 @triton.jit
 def _all_rounded(columns, TYPE: tl.constexpr, ROUNDS: tl.constexpr):
+    """The three parts rounded to TYPE, if ROUNDS."""
     return _rounded(columns[0], TYPE, ROUNDS), _rounded(columns[1], TYPE, ROUNDS), _rounded(columns[2], TYPE, ROUNDS)
 
 
 @triton.jit
 def _begin(place, head, strides, C: tl.constexpr):
-    """The beginnings of a token's heads in a tensor."""
+    """The offsets of heads number `head` of a token in a tensor. `place` are its example, its number and a tile."""
     example, token, _ = place
     return (example * strides[0] + token * strides[1]) * C.unit + head * (strides[2] * C.unit)
 
 
 @triton.jit
 def _heads_fwd(pointers, strides, heads, place, angles, C: tl.constexpr, WEIGHT: tl.constexpr):
-    """y of a tile of heads; `pointers`, here and below, are those of dy, x, weight and the result."""
+    """Write y of a tile of heads.
+
+    `pointers`, here and below, are those of dy, x, weight and the result, and `strides` those of dy, x and the result.
+    """
     _, x_ptr, weight_ptr, y_ptr = pointers
     ROWS: tl.constexpr = C.rows
     TYPE: tl.constexpr = x_ptr.dtype.element_ty
@@ -177,7 +189,7 @@ def _heads_fwd(pointers, strides, heads, place, angles, C: tl.constexpr, WEIGHT:
 
 @triton.jit
 def _heads_bwd(pointers, strides, heads, place, angles, C: tl.constexpr, WEIGHT: tl.constexpr, DX: tl.constexpr):
-    """dx of a tile of heads, if wanted, and what they add to dweight."""
+    """Write dx of a tile of heads, if DX is wanted, and return the terms that the heads add to dweight."""
     dy_ptr, x_ptr, weight_ptr, dx_ptr = pointers
     ROWS: tl.constexpr = C.rows
     head = place[2] * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
@@ -197,20 +209,20 @@ def _heads_bwd(pointers, strides, heads, place, angles, C: tl.constexpr, WEIGHT:
         terms = _times(g, _all_rounded(n, x_ptr.dtype.element_ty, C.rounding == "hf"))
     if DX:
         _store_columns(dx_ptr, _begin(place, head, strides[2], C), mask, dx, ROWS, C)
-    # A missing head may have an infinite n.
+    # The n of a head that does not exist may be infinite.
     return tl.where(mask, terms[0], 0.0), tl.where(mask, terms[1], 0.0), tl.where(mask, terms[2], 0.0)
 
 
 @triton.jit
 def _place(item, tiles, tokens):
-    """Example, token and tile of an item; a token's tiles are neighbours, to share its angles."""
+    """The example, the token and the tile of an item. The tiles of a token are neighbours, to share its angles."""
     number = item // tiles
     return number // tokens, number % tokens, item % tiles
 
 
 @triton.jit
 def _write_partial(ptr, sums, C: tl.constexpr):
-    """One partial row."""
+    """Write one partial row of a weight's gradient from the sums of a program."""
     first, second, rest = sums
     columns = (tl.sum(first, axis=0)[None, :], tl.sum(second, axis=0)[None, :], tl.sum(rest, axis=0)[None, :])
     _store_columns(ptr, tl.zeros([1, 1], tl.int32), tl.full([1, 1], True, tl.int1), columns, 1, C)
@@ -271,7 +283,7 @@ def rotary(
                     b2 += d2
                     if C.rest > 0:
                         b3 += d3
-        # The query's weight's, one per program, then the key's.
+        # The partial rows of the query's weight, one for each program, come before those of the key's.
         if C.dweight:
             _write_partial(partials_ptr + program * C.cols, (a1, a2, a3), C)
         if C.dkey_weight:
