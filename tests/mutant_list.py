@@ -241,8 +241,8 @@ _OF_DISPATCHER = (
     ),
     Mutant(
         "autograd: the tangent of a bias is ignored", f"{_EXTENSION}/row_norm_autograd.cpp",
-        "if (needs_definition(input, call.other(), call.weight, call.bias, call.residual_gate()) ||",
-        "if (needs_definition(input, call.other(), call.weight, call.residual_gate()) ||",
+        "if (call.tensors(needs_definition) || !accepts(call)) {",
+        "if (needs_definition(call.input, call.other(), call.weight, call.residual_gate()) || !accepts(call)) {",
         "tests/test_transforms.py::test_forward_mode",
     ),
     Mutant(
@@ -339,7 +339,7 @@ _ON_A_GPU = (
     ),
     Mutant(
         "autocast: a norm returns the dtype of its input", f"{_EXTENSION}/row_norm_autograd.cpp",
-        "return !argument && narrow && is_widened(rms) ? at::kFloat : argument;", "return argument;",
+        "!call.out_dtype && narrow && is_widened(rms)", "false",
         "tests/test_compile.py::test_autocast_dtypes", cuda=True,
     ),
 )

@@ -1,4 +1,4 @@
-"""Sharding rules: the axis of each dimension of an operator's tensors.
+"""Sharding rules: the axis of each dimension of an operator's tensors, from its signature (core/signatures.py).
 
 Ranks may have different parts of a free axis. An argument without that axis is the same on all ranks, and its gradient
 a sum over them; so is a result without it.
@@ -16,10 +16,9 @@ from torch import Tensor
 from kernel_fusion.backends import eager
 from kernel_fusion.core import checks
 from kernel_fusion.core.rotary import Rotary, problem
-from kernel_fusion.core.spec import ROWS, VECTORS, VERBS
-from kernel_fusion.core.stages import ARGUMENTS, FIRST, PLACES
+from kernel_fusion.core.signatures import OPERATORS, Operator
+from kernel_fusion.core.spec import VERBS
 
-_GROUPED = FIRST + [each.name for each in ARGUMENTS].index("grouped")
 # None: a dimension of size 1 without an axis.
 Axes = tuple[int | None, ...]
 
@@ -45,40 +44,40 @@ class Call:
     seed: int | None = None
 
 
-def layer_norm(*args: Any) -> Call:
-    """Rows are free, columns joined; weight and bias lie along a row."""
-    return _norm(args, {"input": 0, "weight": 2, "bias": 3}, num_dims=args[1], rms=False)
+def axes_of(name: str, args: Sequence[Any]) -> Call:
+    """The call of the operator `name`. Rows, masks and vectors have the axes of the dimensions to which they broadcast.
+
+    Rows that the signature calls independent are free. The other axes of a norm are joined.
+
+    Raises:
+        RuntimeError: shapes don't fit.
+    """
+    if name in _RULES:
+        return _RULES[name](*args)
+    operator = OPERATORS[name]
+    call = operator.by_name(args)
+    is_norm = "num_dims" in call
+    if is_norm:
+        _check_norm(call, call["num_dims"], call.get("rms", name == "rms_norm"), call.get("grouped", False))
+    sizes = tuple(torch.broadcast_shapes(*(t.shape for t in operator.of_kind("rows", args))))
+    axes = tuple(range(len(sizes)))
+    places = {i: each for i, each in enumerate(operator.arguments[: len(args)]) if args[i] is not None}
+    operands = {
+        i: _broadcast_axes(args[i], sizes) for i, each in places.items() if each.kind in ("rows", "mask", "vector")
+    }
+    rows = frozenset(axes[: len(sizes) - _row_dims(operator, call)])
+    # A result that has the name of an argument is there if that is.
+    results = tuple(axes if call.get(result, 0) is not None else None for result in operator.results)
+    seed = next((i for i, each in places.items() if each.name == "seed"), None)
+    return Call(sizes, operands, results, rows, frozenset(axes) - rows if is_norm else frozenset(), seed)
 
 
-def rms_norm(*args: Any) -> Call:
-    """As for layer_norm."""
-    return _norm(args, {"input": 0, "weight": 2, "bias": 3}, num_dims=args[1], rms=True)
-
-
-def staged_row_norm(*args: Any) -> Call:
-    """As layer_norm; residual, gate and h are rows too, and grouped weights and gates have leading dimensions."""
-    positions = {"input": 0, "residual": 1, "weight": 3, "bias": 4}
-    positions |= {name: PLACES[name] for name in (*ROWS, *VECTORS)}
-    grouped = len(args) > _GROUPED and args[_GROUPED]
-    return _norm(args, positions, num_dims=args[2], rms=args[8], grouped=grouped, seed=PLACES["seed"])
-
-
-def _norm(
-    args: Sequence[Any],
-    positions: dict[str, int],
-    num_dims: int,
-    rms: bool,
-    grouped: bool = False,
-    seed: int | None = None,
-) -> Call:
-    given = {name: args[i] for name, i in positions.items() if i < len(args) and args[i] is not None}
-    input, residual = given["input"], given.get("residual")
-    _check_norm(given, num_dims, rms, grouped)
-    axes = tuple(range(input.dim()))
-    operands = {positions[name]: _broadcast_axes(t, input.shape) for name, t in given.items()}
-    results = (axes, axes if residual is not None else None)
-    rows = frozenset(axes[: input.dim() - num_dims])
-    return Call(tuple(input.shape), operands, results, rows, frozenset(axes) - rows, seed)
+def _row_dims(operator: Operator, call: Mapping[str, Any]) -> int:
+    """Those that no rank may have a part of. A causal mask is no reason, because each rank gets its own (serve.py)."""
+    assert operator.row_dims is not None
+    dims = operator.row_dims(dict(call) | ({"causal": False} if "causal" in call else {}))
+    assert dims is not None
+    return dims
 
 
 def _broadcast_axes(t: Tensor, sizes: Sequence[int]) -> Axes:
@@ -87,7 +86,7 @@ def _broadcast_axes(t: Tensor, sizes: Sequence[int]) -> Axes:
     return tuple(first + d if size == sizes[first + d] else None for d, size in enumerate(t.shape))
 
 
-def _check_norm(given: dict[str, Tensor], num_dims: int, rms: bool, grouped: bool) -> None:
+def _check_norm(given: Mapping[str, Any], num_dims: int, rms: bool, grouped: bool) -> None:
     """Raise if shapes do not fit: ranks whose parts fit by chance would hang."""
     input, weight, bias = given["input"], given.get("weight"), given.get("bias")
     for name, prefix in VERBS.items():
@@ -99,15 +98,7 @@ def _check_norm(given: dict[str, Tensor], num_dims: int, rms: bool, grouped: boo
         eager.pytorch_row_norm(x, shape, w, b, None, 0.0, None, rms)  # raises, in PyTorch's words
 
 
-def pointwise(a: Tensor, b: Tensor | None, *_: Any) -> Call:
-    """Every axis is free."""
-    sizes = tuple(a.shape if b is None else torch.broadcast_shapes(a.shape, b.shape))
-    operands = {i: _broadcast_axes(t, sizes) for i, t in enumerate((a, b)) if t is not None}
-    everything = tuple(range(len(sizes)))
-    return Call(sizes, operands, (everything,), frozenset(everything), seed=6)
-
-
-def reduce(input: Tensor, dim: list[int], keepdim: bool, *_: Any) -> Call:
+def _reduce(input: Tensor, dim: list[int], keepdim: bool, *_: Any) -> Call:
     """Every axis is free: sums of parts are parts of the sum."""
     torch.empty(input.shape, device="meta").sum(dim)  # raises, in PyTorch's words
     everything = tuple(range(input.dim()))
@@ -116,14 +107,7 @@ def reduce(input: Tensor, dim: list[int], keepdim: bool, *_: Any) -> Call:
     return Call(tuple(input.shape), {0: everything}, (kept,), frozenset(everything))
 
 
-def softmax(input: Tensor, mask: Tensor | None, *_: Any) -> Call:
-    """Every axis but the last is free."""
-    axes = tuple(range(input.dim()))
-    operands = {i: axes[input.dim() - t.dim() :] for i, t in enumerate((input, mask)) if t is not None}
-    return Call(tuple(input.shape), operands, (axes,), frozenset(axes[:-1]))
-
-
-def qk_norm_rope(query: Tensor, key: None, weight: Tensor | None, _: None, *rest: Any) -> Call:
+def _qk_norm_rope(query: Tensor, key: None, weight: Tensor | None, _: None, *rest: Any) -> Call:
     """Examples, tokens and heads are free; ranks share a table that is read by positions."""
     c = Rotary(query, key, weight, None, *rest)
     if text := problem(c):
@@ -142,6 +126,5 @@ def qk_norm_rope(query: Tensor, key: None, weight: Tensor | None, _: None, *rest
     return Call(sizes, operands, ((0, 1, 2, cols), None), frozenset((0, 1, 2)))
 
 
-RULES: dict[str, Callable[..., Call]] = {
-    rule.__name__: rule for rule in (layer_norm, rms_norm, staged_row_norm, pointwise, reduce, softmax, qk_norm_rope)
-}
+# The operators whose results are no rows of their first tensor.
+_RULES: dict[str, Callable[..., Call]] = {"reduce": _reduce, "qk_norm_rope": _qk_norm_rope}

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from kernel_fusion.core.signatures import OPERATORS
 from kernel_fusion.core.spec import compute_dtype
 from kernel_fusion.distributed import hidden
-from kernel_fusion.distributed.axes import RULES, Call
+from kernel_fusion.distributed.axes import Call, axes_of
 from kernel_fusion.distributed.shards import Shards, elements
 
 
@@ -39,7 +40,7 @@ def serve(name: str, local: Callable[..., Any], backend: str | None, *args: Any)
             for x, weight in ((query, query_weight), (key, key_weight))
         )
         return of_query, of_key
-    call = RULES[name](*args)
+    call = axes_of(name, args)
     mesh = _mesh(name, [args[i] for i in call.operands])
     operands = {i: _as_dtensor(name, args[i], mesh) for i in call.operands}
     shards = Shards.chosen(call, operands, mesh)
@@ -87,8 +88,8 @@ def _local_call(
         return hidden.operator(name, backend, groups)
     if name == "reduce" and shards.along(frozenset(range(len(call.sizes)))):
         return partial(_reduce_part, local, call)
-    if name == "softmax" and len(call.sizes) > 1:
-        return partial(_softmax_part, local, call, shards)
+    if any(each.name == "causal" for each in OPERATORS[name].arguments) and len(call.sizes) > 1:
+        return partial(_causal_part, local, call, shards)
     return local
 
 
@@ -115,7 +116,7 @@ def _reduce_part(
     return (local(part, dim, keepdim, kind, wide) * (mine / whole)).to(result)
 
 
-def _softmax_part(
+def _causal_part(
     local: Callable[..., Tensor],
     call: Call,
     shards: Shards,

@@ -11,7 +11,6 @@ from kernel_fusion.core.fields import Names, kinds
 from kernel_fusion.core.spec import ALONE, FOLLOWING, ROWS, VECTORS, Stages
 from kernel_fusion.core.stages import ARGUMENTS, TENSORS, Argument
 
-_TYPES = {"str": "std::string_view", "float": "double", "bool": "bool", "Tensor?": "const OptionalTensor&"}
 _OPTIONS = [each for each in ARGUMENTS if each.type != "Tensor?"]
 
 
@@ -33,17 +32,17 @@ def _member(each: Argument) -> str:
 
 
 def _value(each: Argument) -> str:
-    """The expression that makes the member from the argument. An unknown name raises even if the option is ignored."""
+    """The expression that makes the member from a call. An unknown name raises even if the option is ignored."""
     if each.type == "float":
-        return f"dropout_of({each.name}, {each.owner})"
-    value = each.name
+        return f"dropout_of(c.{each.name}, c.{each.owner})"
+    value = f"c.{each.name}"
     if each.type == "str":
         value = (
-            f"code_of({each.name})"
+            f"code_of({value})"
             if _is_activation(each)
-            else f'named<{each.kind.cpp}>({_names(each)}, {each.name}, "{each.name}")'
+            else f'named<{each.kind.cpp}>({_names(each)}, {value}, "{each.name}")'
         )
-    return f"if_present({each.owner}, {value})" if each.owner else value
+    return f"if_present(c.{each.owner}, {value})" if each.owner else value
 
 
 def _argument(each: Argument) -> str:
@@ -141,16 +140,14 @@ struct StageTensors {{
 
 
 def _conversions() -> str:
-    parameters = _list([f"{_TYPES[each.type]} {each.name}" for each in ARGUMENTS])
-    seed = "o.dropout ? &seed : &kAbsent"
-    given = {each.name: seed if each.kind == "seed" else f"&{each.name}" for each in ARGUMENTS}
-    return f"""using StageArguments = Types<{_list([_TYPES[each.type] for each in ARGUMENTS])}>;
-
-struct Stages {{
+    seed = "o.dropout ? &c.seed : &kAbsent"
+    given = {each.name: seed if each.kind == "seed" else f"&c.{each.name}" for each in ARGUMENTS}
+    return f"""struct Stages {{
   StageOptions options;
   StageTensors tensors;
 }};
-inline Stages stages_of({parameters}) {{
+// Those of a call that has them as an operator's arguments.
+template <class Call> Stages stages_of(const Call& c) {{
   const StageOptions o{{{_list([_value(each) for each in _OPTIONS])}}};
   return {{o, {{{{{_list([given[name] for name in TENSORS])}}}}}}};
 }}

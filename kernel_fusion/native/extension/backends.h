@@ -1,48 +1,35 @@
-// The devices: the kernels of each family on each of them, and when to call those kernels without the dispatcher.
+// The devices, the kernels of an operation on each of them, and when to call those without the dispatcher.
 #pragma once
 
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
-#include "pointwise.h"
-#include "quantize.h"
-#include "reduce.h"
-#include "rotary.h"
-#include "row_norm.h"
-#include "softmax.h"
+#include "operators.h"
 
 namespace kf {
 
-// clang-format off
-#define KF_KERNELS(X) \
-  X(forward) X(backward) X(pointwise) X(pointwise_bwd) X(pointwise_bwd_columns) X(reduce) X(softmax) X(softmax_bwd) \
-  X(rotary) X(rotary_bwd) X(quantize) X(quantized_row_norm) X(quantized_gate)
-// clang-format on
-
-// The kernels of a device. A backend without kernels serves tracing of the norms (operators/meta.py traces the others).
 struct Backend {
   c10::DispatchKey key;
   c10::DeviceType device;
-#define KF_FIELD(name) decltype(&name##_cpu) name = nullptr;
-  KF_KERNELS(KF_FIELD)
-#undef KF_FIELD
+  bool has_kernels = true;  // the one without serves tracing of the norms (operators/meta.py traces the others)
 };
+inline constexpr Backend kCpu{c10::DispatchKey::CPU, c10::DeviceType::CPU};
+inline constexpr Backend kCuda{c10::DispatchKey::CUDA, c10::DeviceType::CUDA};
+inline constexpr Backend kMeta{c10::DispatchKey::Meta, c10::DeviceType::Meta, false};
 
-// The CPU's kernel. In a rehearsal it first asks the planner for CUDA's kernel, which is not launched.
-template <auto cpu, auto cuda> struct Rehearsed;
-template <class... Args, void (*cpu)(Args...), void (*cuda)(Args...)> struct Rehearsed<cpu, cuda> {
-  static void run(Args... args) {
-    if (rehearsing()) cuda(args...);
-    cpu(args...);
+// The functions that launch one kind of kernel. In a rehearsal the CPU's call first asks the planner for the kernel that CUDA
+// would launch, which is not launched.
+template <class... Args> struct Kernels {
+  void (*const cpu)(Args...);
+  void (*const cuda)(Args...);
+
+  constexpr Kernels(void (*cpu)(Args...), void (*cuda)(Args...)) : cpu(cpu), cuda(cuda) {}
+  void operator()(const Backend& backend, Args... args) const {
+    const bool on_cpu = backend.device == c10::DeviceType::CPU;
+    if (!on_cpu || rehearsing()) cuda(args...);
+    if (on_cpu) cpu(args...);
   }
 };
-#define KF_ON_CPU(name) Rehearsed<&name##_cpu, &name##_cuda>::run,
-#define KF_ON_CUDA(name) name##_cuda,
-inline constexpr Backend kCpu{c10::DispatchKey::CPU, c10::DeviceType::CPU, KF_KERNELS(KF_ON_CPU)};
-inline constexpr Backend kCuda{c10::DispatchKey::CUDA, c10::DeviceType::CUDA, KF_KERNELS(KF_ON_CUDA)};
-#undef KF_ON_CPU
-#undef KF_ON_CUDA
-inline constexpr Backend kMeta{c10::DispatchKey::Meta, c10::DeviceType::Meta};
 
 // The backend to call directly, if `keys` hold nothing except a device and autograd. It is null if something else must see the
 // operators: a mode, a subclass, a transform, functionalisation or tracing.

@@ -9,7 +9,6 @@
 #include <string>
 
 #include "backends.h"
-#include "schemas.h"
 
 namespace kf {
 
@@ -36,10 +35,13 @@ KF_VALUE(std::array<bool, 5>)
 template std::vector<int64_t> take(Stack& stack, size_t place);
 template void push(Stack& stack, const at::IntArrayRef& value);
 
-const c10::OperatorHandle& find_op(const char* name) {
-  return *new c10::OperatorHandle(c10::Dispatcher::singleton().findSchemaOrThrow(name, ""));  // callers keep it for ever
+const c10::OperatorHandle& find_op(std::string_view name, std::string_view suffix) {
+  const auto full = "kernel_fusion::" + std::string(name) + std::string(suffix);
+  return *new c10::OperatorHandle(c10::Dispatcher::singleton().findSchemaOrThrow(full.c_str(), ""));  // kept for ever
 }
-bool has_kernel(const char* name, c10::DispatchKey key) { return find_op(name).hasKernelForDispatchKey(key); }
+bool has_kernel(const char* name, c10::DispatchKey key) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").hasKernelForDispatchKey(key);
+}
 
 NewStack::NewStack(size_t capacity) : stack_(new Stack) { stack_->reserve(capacity); }
 NewStack::~NewStack() { delete stack_; }

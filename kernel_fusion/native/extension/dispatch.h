@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "operators.h"
+#include "schemas.h"
 
 namespace c10 {
 struct IValue;
@@ -53,7 +54,8 @@ template <class... Each> struct Results<std::tuple<Each...>> {
 
 // ---- Calls ----------------------------------------------------------------------------------------------------------------
 
-const c10::OperatorHandle& find_op(const char* name);
+// The operator kernel_fusion::`name``suffix`.
+const c10::OperatorHandle& find_op(std::string_view name, std::string_view suffix = "");
 bool has_kernel(const char* name, c10::DispatchKey key);
 
 class NewStack {
@@ -69,20 +71,26 @@ class NewStack {
 // Calls the kernel for these dispatch keys or, without keys, the kernel for the arguments.
 void invoke(const c10::OperatorHandle& op, std::optional<c10::DispatchKeySet> keys, Stack& stack);
 
-template <class Result, class... Args>
-Result redispatch_boxed(const c10::OperatorHandle& op, std::optional<c10::DispatchKeySet> keys, const Args&... args) {
-  const NewStack stack(sizeof...(args));
-  (push(*stack, args), ...);
-  invoke(op, keys, *stack);
-  return Results<Result>::taken_from(*stack);
-}
-template <class Result, class... Args> Result call_boxed(const c10::OperatorHandle& op, const Args&... args) {
-  return redispatch_boxed<Result>(op, std::nullopt, args...);
+// Calls an operator that has the arguments and results of this call.
+template <class Call>
+typename Call::Result call_boxed(const c10::OperatorHandle& op, const Call& call,
+                                 std::optional<c10::DispatchKeySet> keys = std::nullopt) {
+  return call.arguments([&](const auto&... args) {
+    const NewStack stack(sizeof...(args));
+    (push(*stack, args), ...);
+    invoke(op, keys, *stack);
+    return Results<typename Call::Result>::taken_from(*stack);
+  });
 }
 
-// Calls an operator with the arguments that make this call.
-template <class Result, class Call> Result call_operator(const c10::OperatorHandle& op, const Call& call) {
-  return with_arguments(call, [&](const auto&... args) { return call_boxed<Result>(op, args...); });
+// The operator of a call, and its definition, which is an operator too.
+template <class Call> const c10::OperatorHandle& operator_of() {
+  static const auto& op = find_op(Call::kName);
+  return op;
+}
+template <class Call> typename Call::Result reference(const Call& call) {
+  static const auto& op = find_op(Call::kName, "_reference");
+  return call_boxed(op, call);
 }
 
 // ---- Implementations ------------------------------------------------------------------------------------------------------
@@ -96,27 +104,23 @@ struct Site {
 };
 using Kernel = void(const Site& site, Stack& stack);
 
-// Unboxes the arguments of `function`, and calls function(site, arguments...), where `site` is a backend or dispatch keys.
-template <auto function> struct Boxed;
-template <class Where, class Result, class... Args, Result (*function)(Where, Args...)> struct Boxed<function> {
+// Makes a call of boxed arguments, and calls body(site, call), where `site` is a backend or dispatch keys.
+template <auto body> struct Boxed;
+template <class Where, class Result, class Call, Result (*body)(Where, const Call&)> struct Boxed<body> {
   static void kernel(const Site& site, Stack& stack) {
-    constexpr size_t kCount = sizeof...(Args);
-    const Result result = [&] {
-      size_t place = kCount + 1;
-      std::tuple<Held<Args>...> held{take<Held<Args>>(stack, --place)...};
-      return std::apply([&](const auto&... args) { return function(site, args...); }, held);
-    }();
-    drop(stack, kCount);
+    using Arguments = decltype(std::declval<const Call&>().arguments(types_of));
+    const Result result = run(site, stack, Arguments{});
+    drop(stack, Arguments::kCount);
     Results<Result>::push_to(stack, result);
   }
-};
 
-// The same for body(site, call). `make` makes `call`, one object, from the arguments.
-template <auto make, auto body> struct Implementation;
-template <class Call, class... Args, Call (*make)(Args...), class Where, class Result, Result (*body)(Where, const Call&)>
-struct Implementation<make, body> {
-  static Result run(Where where, Args... args) { return body(where, make(args...)); }
-  static constexpr Kernel* kernel = &Boxed<&run>::kernel;
+ private:
+  static constexpr auto types_of = [](const auto&... args) { return Types<std::decay_t<decltype(args)>...>{}; };
+  template <class... Args> static Result run(const Site& site, Stack& stack, Types<Args...>) {
+    size_t place = sizeof...(Args) + 1;
+    const std::tuple<Held<Args>...> held{take<Held<Args>>(stack, --place)...};
+    return std::apply([&](const auto&... args) { return body(site, Call{args...}); }, held);
+  }
 };
 
 // A global of this type implements an operator when the library is opened.

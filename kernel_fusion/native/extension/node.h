@@ -20,18 +20,18 @@ using variable_list = std::vector<Tensor>;  // as in torch::autograd
 // Whether a call needs the definition, because it is inside a torch.func transform or a tensor has a tangent.
 inline bool has_tangent(const Tensor& t) { return t.defined() && t._fw_grad(/*level=*/0).defined(); }
 inline bool has_tangent(const OptionalTensor& t) { return t && has_tangent(*t); }
-template <class... Tensors> bool needs_definition(const Tensors&... tensors) {
+inline constexpr auto needs_definition = [](const auto&... tensors) {
   return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
          c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode) ||
          (has_tangent(tensors) || ...);
-}
+};
 
 // Whether a result that is computed from these tensors has a gradient.
 inline bool has_gradient(const Tensor& t) { return t.defined() && t.requires_grad(); }
 inline bool has_gradient(const OptionalTensor& t) { return t && has_gradient(*t); }
-template <class... Tensors> bool compute_requires_grad(const Tensors&... tensors) {
+inline constexpr auto compute_requires_grad = [](const auto&... tensors) {
   return at::GradMode::is_enabled() && (has_gradient(tensors) || ...);
-}
+};
 
 inline OptionalTensor optional(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
 

@@ -117,10 +117,9 @@ std::vector<int64_t> broadcast_shape(at::IntArrayRef a, at::IntArrayRef b);
 std::vector<int64_t> dense_strides(const Tensor& t);
 
 // A list of types.
-template <class...> struct Types {};
-
-// Makes a call, one object, from an operator's arguments. Only the fields of `Call` list those arguments and their types.
-template <class Call, class... Args> Call made(Args... args) { return {args...}; }
+template <class... T> struct Types {
+  static constexpr size_t kCount = sizeof...(T);
+};
 
 // How often each kind of kernel ran in this process; tests compare it, so that none passes through a fallback.
 void count(Counter counter);

@@ -6,8 +6,9 @@
 
 #include <limits>
 
-#include "backends.h"
-#include "dispatch.h"
+#include "pointwise.h"
+#include "reduce.h"
+#include "verb.h"
 
 namespace kf {
 
@@ -40,13 +41,15 @@ bool has_bits(const PointwiseCall& c) {
   return as_on_cuda(c.a) && !present(c.seed) && (c.combine == "first" || c.combine == "add") && has_two_slopes(c.activation);
 }
 
-Tensor reference(const PointwiseCall& c) {
-  static const auto& op = find_op("kernel_fusion::pointwise_reference");
-  return call_operator<Tensor>(op, c);
-}
+namespace {
 
-Tensor pointwise(const Backend& backend, const PointwiseCall& call, Tensor* bits) {
-  with_tensors(call, check_all_memory);
+constexpr Kernels pointwise_kernels{pointwise_cpu, pointwise_cuda};
+constexpr Kernels pointwise_bwd_kernels{pointwise_bwd_cpu, pointwise_bwd_cuda};
+constexpr Kernels pointwise_bwd_columns_kernels{pointwise_bwd_columns_cpu, pointwise_bwd_columns_cuda};
+
+// The chain; `bits` is filled if it is given.
+Tensor compute_chain(const Backend& backend, const PointwiseCall& call, Tensor* bits = nullptr) {
+  call.tensors(check_all_memory);
   at::TensorIteratorConfig config;
   config.check_all_same_dtype(false).declare_static_dtype_and_device(result_type(call), call.a.device());
   config.add_owned_output(Tensor()).add_const_input(call.a);
@@ -61,12 +64,10 @@ Tensor pointwise(const Backend& backend, const PointwiseCall& call, Tensor* bits
   if (chain.dropout.drops_all()) {
     y.zero_();
   } else if (y.numel()) {
-    backend.pointwise(chain, iter);
+    pointwise_kernels(backend, chain, iter);
   }
   return y;
 }
-
-namespace {
 
 // The gradient of one operand. The kernel writes `full`, which has y's shape. It is the gradient itself, or is then summed over
 // the dimensions in which the operand was broadcast.
@@ -125,7 +126,7 @@ bool columns(const Backend& backend, const Chain& chain, const BackwardOperands&
     drow = allocate_like(row);
     const Tensor dy = t.dy.contiguous(), x = matrix.contiguous();
     const ColumnCall call{chain, dy, x, row, dy.numel() / row.numel(), row.numel()};
-    backend.pointwise_bwd_columns(call, dmatrix, drow);
+    pointwise_bwd_columns_kernels(backend, call, dmatrix, drow);
     return true;
   };
   if (t.wants[1] && serve(t.a, t.b, t.wants[0], da, db)) return true;
@@ -148,35 +149,43 @@ std::tuple<Tensor, Tensor> gradients(const Backend& backend, const Chain& chain,
   config.add_const_input(t.dy).add_const_input(t.a);
   if (t.b.defined()) config.add_const_input(t.b);
   auto iter = config.build();
-  backend.pointwise_bwd(chain, iter, t.wants);
+  pointwise_bwd_kernels(backend, chain, iter, t.wants);
   return {da.finished(backend), db.finished(backend)};
 }
 
 }  // namespace
 
-PointwiseGradients pointwise_bwd(const Backend& backend, const Tensor& dy, const PointwiseCall& call,
-                                 std::array<bool, 2> wants) {
-  const Tensor second = present(call.b) ? *call.b : Tensor();
-  const bool by_bits = call.a.scalar_type() == at::kByte;
-  const Tensor& a = by_bits ? dy : call.a;  // da gets the layout of this tensor
-  const PointwiseCall c{a, call.b, call.combine, call.activation, call.scale, call.dropout_p, call.seed};
-  TORCH_CHECK(known(c) && (second.defined() || c.combine == "first") && readable(dy) && dy.device() == call.a.device() &&
+Tensor compute(const Backend& backend, const PointwiseCall& call) { return compute_chain(backend, call); }
+
+std::tuple<Tensor, Tensor> compute(const Backend& backend, const PointwiseFwdCall& c) {
+  const PointwiseCall call{c.a, c.b, c.combine, c.activation, c.scale, c.dropout_p, c.seed};
+  TORCH_CHECK(accepts(call) && has_bits(call), "kernel_fusion::pointwise_fwd: arguments that its kernels do not take");
+  Tensor bits, y = compute_chain(backend, call, &bits);
+  return {std::move(y), std::move(bits)};
+}
+
+PointwiseGradients pointwise_bwd(const Backend& backend, const PointwiseBwdCall& call) {
+  const auto& [dy, x, b, combine, activation, scale, dropout_p, seed, wants] = call;
+  const Tensor second = present(b) ? *b : Tensor();
+  const bool by_bits = x.scalar_type() == at::kByte;
+  const Tensor& a = by_bits ? dy : x;  // da gets the layout of this tensor
+  const PointwiseCall c{a, b, combine, activation, scale, dropout_p, seed};
+  TORCH_CHECK(known(c) && (second.defined() || c.combine == "first") && readable(dy) && dy.device() == x.device() &&
                   (second.defined() || !wants[1]) &&
                   dy.sizes().equals(second.defined() ? broadcast_shape(a.sizes(), second.sizes()) : a.sizes().vec()) &&
                   (c.combine != "first" || dy.sizes().equals(a.sizes())),
               "kernel_fusion::pointwise_bwd: arguments that its kernels do not take");
-  TORCH_CHECK(
-      !by_bits || (has_bits(c) && c.combine == "first" && call.a.is_contiguous() && call.a.numel() == ceil_div(dy.numel(), 8)),
-      "kernel_fusion::pointwise_bwd: bits that its kernels do not take");
+  TORCH_CHECK(!by_bits || (has_bits(c) && c.combine == "first" && x.is_contiguous() && x.numel() == ceil_div(dy.numel(), 8)),
+              "kernel_fusion::pointwise_bwd: bits that its kernels do not take");
   TORCH_CHECK(!dropout_of(c) || dy.is_non_overlapping_and_dense(),
               "kernel_fusion::pointwise_bwd: with dropout, dy must lie in memory as y did");
   if (dropout_of(c).drops_all() || dy.numel() == 0)
     return {wants[0] ? zeros_like(a) : Tensor(), wants[1] ? zeros_like(second) : Tensor()};
   if (!wants[0] && !wants[1]) return {};
-  with_tensors(call, check_all_memory, dy);
+  call.tensors(check_all_memory);
   Chain chain = chain_of(c);
   if (!by_bits) return gradients(backend, chain, {dy, a, second, wants});
-  chain.bits = const_cast<uint8_t*>(call.a.const_data_ptr<uint8_t>());  // backward only reads them
+  chain.bits = const_cast<uint8_t*>(x.const_data_ptr<uint8_t>());  // backward only reads them
   // dy is read where it lies, unless its storage or da is so long that the call would be cut into parts.
   const size_t longest = std::max(dy.storage().nbytes(), dy.nbytes());
   const bool in_parts = !dy.is_non_overlapping_and_dense() && longest > std::numeric_limits<int32_t>::max();
@@ -184,35 +193,15 @@ PointwiseGradients pointwise_bwd(const Backend& backend, const Tensor& dy, const
   return gradients(backend, chain, {whole, whole, second, wants});
 }
 
-namespace {
-
-Tensor pointwise_or_definition(const Backend& backend, const PointwiseCall& call) {
-  return accepts(call) ? pointwise(backend, call) : reference(call);
+// As an operator. It returns an empty tensor for an unwanted gradient, because operators return defined tensors.
+PointwiseGradients compute(const Backend& backend, const PointwiseBwdCall& call) {
+  auto [da, db] = pointwise_bwd(backend, call);
+  for (auto* gradient : {&da, &db})
+    if (!gradient->defined()) *gradient = allocate({0}, call.dy.options());
+  return {std::move(da), std::move(db)};
 }
 
-std::tuple<Tensor, Tensor> pointwise_fwd(const Backend& backend, const PointwiseCall& call) {
-  TORCH_CHECK(accepts(call) && has_bits(call), "kernel_fusion::pointwise_fwd: arguments that its kernels do not take");
-  Tensor bits, y = pointwise(backend, call, &bits);
-  return {std::move(y), std::move(bits)};
-}
-
-// Backward as an operator. It returns an empty tensor for an unwanted gradient, because operators return defined tensors.
-template <auto make> struct Backward;
-template <class... Args, PointwiseCall (*make)(Args...)> struct Backward<make> {
-  static PointwiseGradients run(const Backend& backend, const Tensor& dy, Args... args, std::array<bool, 2> wants) {
-    auto [da, db] = pointwise_bwd(backend, dy, make(args...), wants);
-    for (auto* gradient : {&da, &db})
-      if (!gradient->defined()) *gradient = allocate({0}, dy.options());
-    return {std::move(da), std::move(db)};
-  }
-};
-
-const Implements pointwise_kernels[] = {
-    {"pointwise", {&kCpu, &kCuda}, Implementation<pointwise_call, pointwise_or_definition>::kernel},
-    {"pointwise_fwd", {&kCpu, &kCuda}, Implementation<pointwise_call, pointwise_fwd>::kernel},
-    {"pointwise_bwd", {&kCpu, &kCuda}, Boxed<&Backward<pointwise_call>::run>::kernel},
-};
-
-}  // namespace
+static const Part<PointwiseFwdCall> pointwise_fwd_part;
+static const Part<PointwiseBwdCall> pointwise_bwd_part;
 
 }  // namespace kf

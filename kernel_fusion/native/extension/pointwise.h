@@ -5,10 +5,9 @@
 #include <ATen/TensorIterator.h>
 
 #include <array>
-#include <string_view>
-#include <tuple>
 
-#include "operators.h"
+#include "backends.h"
+#include "dispatch.h"
 
 namespace kf {
 
@@ -37,42 +36,19 @@ PointwiseKernel pointwise_cpu, pointwise_cuda;
 PointwiseBwdKernel pointwise_bwd_cpu, pointwise_bwd_cuda;
 PointwiseBwdColumnsKernel pointwise_bwd_columns_cpu, pointwise_bwd_columns_cuda;
 
-// The operators' arguments, as in their schemas (operators/schemas.py).
-struct PointwiseCall {
-  const Tensor& a;
-  const OptionalTensor& b;
-  std::string_view combine, activation;
-  double scale, dropout_p;
-  const OptionalTensor& seed;
-};
-inline constexpr auto pointwise_call = &made<PointwiseCall, const Tensor&, const OptionalTensor&, std::string_view,
-                                             std::string_view, double, double, const OptionalTensor&>;
-template <class F> auto with_arguments(const PointwiseCall& c, F&& f) {
-  return f(c.a, c.b, c.combine, c.activation, c.scale, c.dropout_p, c.seed);
-}
-
-// Calls f with every tensor of the call, and with `others`, those of backward.
-template <class F, class... Others> auto with_tensors(const PointwiseCall& c, F&& f, const Others&... others) {
-  return f(c.a, c.b, c.seed, others...);
-}
-
-// Whether the kernels can serve a call. Other calls go to the definition in backends/eager, which serves them or says what is
-// wrong.
 bool accepts(const PointwiseCall& call);
-Tensor reference(const PointwiseCall& call);
+Tensor compute(const Backend& backend, const PointwiseCall& call);
+// The same, with the bits of an activation whose slope has two values.
+std::tuple<Tensor, Tensor> compute(const Backend& backend, const PointwiseFwdCall& call);
 
 // Whether the device of a call has kernels that write and read bits.
 bool has_bits(const PointwiseCall& call);
 
-// The operator on a device. If `bits` is given, it is filled, for an activation whose slope has two values.
-Tensor pointwise(const Backend& backend, const PointwiseCall& call, Tensor* bits = nullptr);
-
 // The backward of the operator. Unwanted gradients are undefined. In a chain of one operand, a may be bits, of type kByte; the
 // dimensions of dy are then in y's memory order. The second function finds the device, and calls the dispatcher if something
 // else must see the call.
-using PointwiseGradients = std::tuple<Tensor, Tensor>;
-PointwiseGradients pointwise_bwd(const Backend& backend, const Tensor& dy, const PointwiseCall& call,
-                                 std::array<bool, 2> wants);
-PointwiseGradients pointwise_bwd(const Tensor& dy, const PointwiseCall& call, std::array<bool, 2> wants);
+using PointwiseGradients = PointwiseBwdCall::Result;
+PointwiseGradients pointwise_bwd(const Backend& backend, const PointwiseBwdCall& call);
+PointwiseGradients pointwise_bwd(const PointwiseBwdCall& call);
 
 }  // namespace kf

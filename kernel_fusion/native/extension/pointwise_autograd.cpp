@@ -7,31 +7,17 @@
 #include <ATen/ops/arange_ops.h>
 #include <c10/util/strides.h>
 
-#include "node.h"
+#include "pointwise.h"
+#include "verb.h"
 
 namespace kf {
 
-PointwiseGradients pointwise_bwd(const Tensor& dy, const PointwiseCall& c, std::array<bool, 2> wants) {
-  if (const auto* backend = direct(with_tensors(c, keys_of, dy))) return pointwise_bwd(*backend, dy, c, wants);
-  static const auto& op = find_op("kernel_fusion::pointwise_bwd");
-  return with_arguments(c, [&](const auto&... args) { return call_boxed<PointwiseGradients>(op, dy, args..., wants); });
+PointwiseGradients pointwise_bwd(const PointwiseBwdCall& c) {
+  const auto* backend = direct(c.tensors(keys_of));
+  return backend ? pointwise_bwd(*backend, c) : call_boxed(operator_of<PointwiseBwdCall>(), c);
 }
 
 namespace {
-
-// The operator below autograd. If `bits` is given, it is filled.
-Tensor below_autograd(c10::DispatchKeySet keys, const PointwiseCall& c, Tensor* bits = nullptr) {
-  const at::AutoDispatchBelowADInplaceOrView below;
-  if (const auto* backend = direct(keys)) return pointwise(*backend, c, bits);
-  if (bits) {
-    static const auto& fwd = find_op("kernel_fusion::pointwise_fwd");
-    Tensor y;
-    std::tie(y, *bits) = call_operator<std::tuple<Tensor, Tensor>>(fwd, c);
-    return y;
-  }
-  static const auto& op = find_op("kernel_fusion::pointwise");
-  return call_operator<Tensor>(op, c);
-}
 
 // dy with y's strides. They were saved unless y was contiguous.
 Tensor laid_out(const Tensor& dy, const std::vector<int64_t>& strides) {
@@ -125,12 +111,15 @@ struct PointwiseBackward : SavingNode {
     const OptionalTensor second = optional(saved(kB)), dropout_seed = optional(saved(kSeed));
     const PointwiseCall call{first, second, combine, activation, scale, dropout_p, dropout_seed};
     const std::array<bool, 2> needs{wants(0), binary && wants(1)};
-    auto [da, db] = at::GradMode::is_enabled()
-                        ? differentiable(call, grads[0], needs)
-                        : pointwise_bwd(prepared(grads[0], call), call, {needs[0] || shared, needs[1] && !shared});
+    auto [da, db] = at::GradMode::is_enabled() ? differentiable(call, grads[0], needs) : by_kernels(call, grads[0], needs);
     if (needs[0]) result[0] = da;
     if (needs[1]) result[1] = shared ? da : db;
     return result;
+  }
+
+  PointwiseGradients by_kernels(const PointwiseCall& c, const Tensor& dy, std::array<bool, 2> needs) const {
+    const std::array asked{needs[0] || shared, needs[1] && !shared};
+    return pointwise_bwd({prepared(dy, c), c.a, c.b, c.combine, c.activation, c.scale, c.dropout_p, c.seed, asked});
   }
 
   // dy as the kernels need it. Dropout and bits number its elements by their layout, and sums over rows need it contiguous.
@@ -164,22 +153,23 @@ struct PointwiseBackward : SavingNode {
   }
 };
 
-Tensor pointwise_autograd(c10::DispatchKeySet keys, const PointwiseCall& call) {
-  if (needs_definition(call.a, call.b) || !accepts(call)) return reference(call);
-  if (!compute_requires_grad(call.a, call.b)) return below_autograd(keys, call);
+}  // namespace
+
+Tensor record(c10::DispatchKeySet keys, const PointwiseCall& call) {
+  const auto& [a, b, combine, activation, scale, dropout_p, seed] = call;
   const Kept kept = kept_of(call);
-  Tensor bits, y = below_autograd(keys, call, kept == Kept::kBits ? &bits : nullptr);
+  Tensor bits, y;
+  if (kept == Kept::kBits)
+    std::tie(y, bits) = below_autograd(keys, PointwiseFwdCall{a, b, combine, activation, scale, dropout_p, seed});
+  else y = below_autograd(keys, call);
   auto node = std::make_unique<PointwiseBackward>(call, kept, y);
-  const Tensor& first = kept == Kept::kResult ? y : kept == Kept::kBits ? bits : call.a;
-  const bool reads_b = call.combine != "gate" || has_gradient(call.a);  // the value's gradient does not depend on the value
-  const OptionalTensor second = kept != Kept::kOperands && node->shared ? std::nullopt : reads_b ? call.b : unread(call.b);
-  set_history(std::move(node), {call.a, call.b}, {y}, {first, second, call.seed});
+  const Tensor& first = kept == Kept::kResult ? y : kept == Kept::kBits ? bits : a;
+  const bool reads_b = combine != "gate" || has_gradient(a);  // the value's gradient does not depend on the value
+  const OptionalTensor second = kept != Kept::kOperands && node->shared ? std::nullopt : reads_b ? b : unread(b);
+  set_history(std::move(node), {a, b}, {y}, {first, second, seed});
   return y;
 }
 
-}  // namespace
-
-static const Implements pointwise_at_autograd("pointwise", KF_AUTOGRAD_KEYS,
-                                              Implementation<pointwise_call, pointwise_autograd>::kernel);
+static const Verb<PointwiseCall> pointwise_verb;
 
 }  // namespace kf

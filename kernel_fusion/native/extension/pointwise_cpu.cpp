@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <memory>
 
-#include "backends.h"
 #include "cpu/kernels.h"
 #include "cpu/tasks.h"
+#include "pointwise.h"
 
 namespace kf {
 namespace {

@@ -1,9 +1,9 @@
 // Pointwise chains on CUDA: from an operator's arguments to a kernel's key and its launch.
 #include <algorithm>
 
-#include "backends.h"
 #include "cuda/launcher.h"
 #include "cuda/sum_partials.h"
+#include "pointwise.h"
 #include "shared/pointwise_args.h"
 
 namespace kf {

@@ -1,7 +1,6 @@
 // Quantised results: codes, and scales of rows or of blocks of columns (backends/eager/quantize.py). No gradient passes.
 #pragma once
 
-#include "pointwise.h"
 #include "row_norm.h"
 
 namespace kf {
@@ -25,16 +24,11 @@ struct Quantized {
   Quantized(const Quantize& quantize, const Tensor& like);
 };
 
-// Those of the rows of v, its last dimension.
-using QuantizeKernel = void(const Tensor& v, const Quantize& quantize, Quantized& to);
-QuantizeKernel quantize_cpu, quantize_cuda;
-// Those of a norm's y, and h as in `ForwardKernel`; y is defined where it is kept.
-using QuantizedNormKernel = void(const ForwardCall& call, const Quantize& quantize, Tensor& y, Tensor& h, Quantized& to);
-QuantizedNormKernel quantized_row_norm_cpu, quantized_row_norm_cuda;
-// Those of activation(gate) * value, of one shape and type; y likewise.
-using QuantizedGateKernel = void(const Tensor& gate, const Tensor& value, int32_t activation, const Quantize& quantize,
-                                 Tensor& y, Quantized& to);
-QuantizedGateKernel quantized_gate_cpu, quantized_gate_cuda;
+// On each device: those of the rows of v, its last dimension, and those of a norm's y, which is defined where it is kept, with
+// h as in `ForwardKernel`.
+void quantize_cuda(const Tensor& v, const Quantize& quantize, Quantized& to);
+void quantized_row_norm_cpu(const ForwardCall& call, const Quantize& quantize, Tensor& y, Tensor& h, Quantized& to);
+void quantized_row_norm_cuda(const ForwardCall& call, const Quantize& quantize, Tensor& y, Tensor& h, Quantized& to);
 
 // On CUDA: key and arguments of kernels that make codes, for rows of `cols` columns. One block is a row.
 struct Codes codes_of(const Quantize& quantize, int64_t cols);

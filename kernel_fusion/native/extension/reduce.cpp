@@ -10,21 +10,11 @@
 #include <limits>
 #include <numeric>
 
-#include "backends.h"
-#include "dispatch.h"
+#include "pointwise.h"
+#include "reduce.h"
+#include "verb.h"
 
 namespace kf {
-
-bool accepts(const ReduceVerbCall& c) {
-  return readable(c.input) && supported(c.dtype.value_or(c.input.scalar_type())) &&
-         (c.kind == "sum_squared" || c.kind == "mean_abs");
-}
-
-Tensor reference(const ReduceVerbCall& c) {
-  static const auto& op = find_op("kernel_fusion::reduce_reference");
-  return call_operator<Tensor>(op, c);
-}
-
 namespace {
 
 // Dimensions from the outermost in memory inwards; expanded ones, which have no stride, come first.
@@ -84,7 +74,9 @@ struct Remainder {
     const auto [count, stride] = *merged(begin, end);
     const auto [inner, inner_stride] = *merged(end, sizes.size());
     Tensor out = allocate({outer * inner}, memory.options().dtype(dtype));
-    backend.reduce({map, memory.const_data_ptr(), memory.scalar_type(), outer, count, inner, outer_stride, stride, inner_stride,
+    constexpr Kernels reduce_kernels{reduce_cpu, reduce_cuda};
+    reduce_kernels(backend,
+                   {map, memory.const_data_ptr(), memory.scalar_type(), outer, count, inner, outer_stride, stride, inner_stride,
                     divisor, memory.device()},
                    out);
     sizes.erase(sizes.begin() + begin, sizes.begin() + end);
@@ -104,8 +96,8 @@ at::DimVector result_shape(const Tensor& input, const std::bitset<64>& reduced, 
 }
 
 // The sum of map(input) over the dimensions in `reduced`, or its mean. There are elements.
-Tensor run(const Backend& backend, const Tensor& input, Map map, bool mean, const std::bitset<64>& reduced, bool keepdim,
-           at::ScalarType dtype) {
+Tensor reduced_by(const Backend& backend, const Tensor& input, Map map, bool mean, const std::bitset<64>& reduced, bool keepdim,
+                  at::ScalarType dtype) {
   const auto order = memory_order(input);
   Remainder rest{input, map};
   at::DimVector kept;
@@ -129,12 +121,17 @@ Tensor run(const Backend& backend, const Tensor& input, Map map, bool mean, cons
 
 }  // namespace
 
-Tensor reduce(const Backend& backend, const ReduceVerbCall& c) {
+bool accepts(const ReduceCall& c) {
+  return readable(c.input) && supported(c.dtype.value_or(c.input.scalar_type())) &&
+         (c.kind == "sum_squared" || c.kind == "mean_abs");
+}
+
+Tensor compute(const Backend& backend, const ReduceCall& c) {
   const auto reduced = at::dim_list_to_bitset(c.dim.empty() ? at::OptionalIntArrayRef() : c.dim, c.input.dim());
   const auto result = c.dtype.value_or(c.input.scalar_type());
   const bool mean = c.kind == "mean_abs";
   check_memory(c.input);
-  if (c.input.numel()) return run(backend, c.input, mean ? Map::kAbs : Map::kSquare, mean, reduced, c.keepdim, result);
+  if (c.input.numel()) return reduced_by(backend, c.input, mean ? Map::kAbs : Map::kSquare, mean, reduced, c.keepdim, result);
   const double empty = mean ? std::numeric_limits<double>::quiet_NaN() : 0.0;
   return allocate(result_shape(c.input, reduced, c.keepdim), c.input.options().dtype(result)).fill_(empty);
 }
@@ -144,17 +141,72 @@ Tensor sum_to(const Backend& backend, const Tensor& input, at::IntArrayRef shape
   std::bitset<64> reduced;
   const int64_t leading = input.dim() - static_cast<int64_t>(shape.size());
   for (int64_t d = 0; d < input.dim(); ++d) reduced[d] = d < leading || shape[d - leading] != input.size(d);
-  return run(backend, input, Map::kNone, /*mean=*/false, reduced, /*keepdim=*/true, dtype).view(shape);
+  return reduced_by(backend, input, Map::kNone, /*mean=*/false, reduced, /*keepdim=*/true, dtype).view(shape);
 }
+
+// ---- Autograd. Gradients are pointwise chains.
+// -------------------------------------------------------------------------------
 
 namespace {
 
-Tensor reduce_or_definition(const Backend& backend, const ReduceVerbCall& call) {
-  return accepts(call) ? reduce(backend, call) : reference(call);
+// dy, with the shape of x.
+Tensor expanded(const Tensor& dy, const Tensor& x, at::IntArrayRef dim, bool keepdim) {
+  Tensor result = dy;
+  if (!keepdim) {
+    std::vector<bool> reduced(x.dim(), dim.empty());
+    for (const auto d : dim)
+      if (x.dim()) reduced[d < 0 ? d + x.dim() : d] = true;
+    for (int64_t d = 0; d < x.dim(); ++d)
+      if (reduced[d]) result = result.unsqueeze(d);
+  }
+  return result.expand_symint(x.sym_sizes());
 }
 
-const Implements reduce_kernels("reduce", {&kCpu, &kCuda}, Implementation<reduce_call, reduce_or_definition>::kernel);
+// dx = 2 x dy, or sign(x) dy / n: the gradient of one operand of a chain that has x twice, in x's dtype. It is computed in dy's
+// type, which must not be narrower than fp64 x.
+Tensor reduce_backward(const Tensor& given, const Tensor& x, const ReduceCall& c) {
+  const Tensor dy = x.scalar_type() == at::kDouble ? given.to(at::kDouble) : given;
+  if (c.kind == "sum_squared")
+    return std::get<0>(
+        pointwise_bwd({expanded(dy, x, c.dim, c.keepdim), x, x, "mul", "identity", 2.0, 0.0, {}, {true, false}}));
+  const c10::SymInt outputs = dy.sym_numel(), inputs = x.sym_numel();
+  const auto known_outputs = outputs.maybe_as_int(), known_inputs = inputs.maybe_as_int();
+  double factor = 1.0;
+  Tensor scaled = dy;
+  if (known_outputs && known_inputs) {
+    factor = *known_inputs ? static_cast<double>(*known_outputs) / static_cast<double>(*known_inputs) : 1.0;
+  } else {  // a number unknown during tracing cannot be an argument
+    scaled = dy.div(at::Scalar(inputs / outputs));
+  }
+  return std::get<1>(
+      pointwise_bwd({expanded(scaled, x, c.dim, c.keepdim), x, x, "gate", "sign", factor, 0.0, {}, {false, true}}));
+}
+
+struct ReduceBackward : SavingNode {
+  const std::vector<int64_t> dim;
+  const bool keepdim, mean;
+
+  explicit ReduceBackward(const ReduceCall& c) : dim(c.dim.vec()), keepdim(c.keepdim), mean(c.kind == "mean_abs") {}
+
+  std::string name() const override { return "ReduceBackward"; }
+  std::string key() const override { return key_of(dim, keepdim, mean); }
+
+  variable_list gradients(variable_list&& grads) override {
+    if (!grads[0].defined()) return no_gradients();
+    const Tensor x = saved(0), &dy = grads[0];
+    const ReduceCall call{x, dim, keepdim, mean ? "mean_abs" : "sum_squared", dy.scalar_type()};
+    return at::GradMode::is_enabled() ? differentiate(reference(call), {x}, dy) : variable_list{reduce_backward(dy, x, call)};
+  }
+};
 
 }  // namespace
+
+Tensor record(c10::DispatchKeySet keys, const ReduceCall& call) {
+  Tensor y = below_autograd(keys, call);
+  set_history(std::make_unique<ReduceBackward>(call), {call.input}, {y}, {call.input});
+  return y;
+}
+
+static const Verb<ReduceCall> reduce_verb;
 
 }  // namespace kf

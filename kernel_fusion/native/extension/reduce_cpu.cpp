@@ -2,9 +2,9 @@
 #include <algorithm>
 #include <memory>
 
-#include "backends.h"
 #include "cpu/kernels.h"
 #include "cpu/tasks.h"
+#include "reduce.h"
 
 namespace kf {
 
@@ -61,7 +61,7 @@ void reduce_columns(const cpu::Reduction& args, int64_t outer, double divisor, T
 
 }  // namespace
 
-void reduce_cpu(const ReduceCall& call, Tensor& out) {
+void reduce_cpu(const Reduction& call, Tensor& out) {
   const cpu::Reduction args{call.map,
                             static_cast<const char*>(call.in),
                             cpu_dtype(call.in_type),

@@ -2,17 +2,17 @@
 #include <algorithm>
 #include <bit>
 
-#include "backends.h"
 #include "cuda/launcher.h"
 #include "cuda/sum_partials.h"
+#include "reduce.h"
 #include "shared/reduce_args.h"
 
 namespace kf {
 namespace {
 
 // A reduction in progress: what is summed, where to, and how.
-struct Reduction {
-  ReduceCall call;
+struct Launches {
+  Reduction call;
   at::ScalarType acc;
   driver::Stream stream;
 
@@ -27,7 +27,7 @@ struct Reduction {
             call.inner_stride, chunks, chunk,      divisor};
   }
   // The remaining work after the chunks are summed: adding `chunks` contiguous values (or rows of values).
-  Reduction rest(const Tensor& sums, int64_t outer, int64_t chunks, int64_t inner) const {
+  Launches rest(const Tensor& sums, int64_t outer, int64_t chunks, int64_t inner) const {
     return {{Map::kNone, sums.const_data_ptr(), acc, outer, chunks, inner, chunks * inner, inner, 1, call.divisor, call.device},
             acc,
             stream};
@@ -36,7 +36,7 @@ struct Reduction {
 
 constexpr ReduceRule kRule;
 
-void reduce_rows(const Reduction& r, Tensor& out) {
+void reduce_rows(const Launches& r, Tensor& out) {
   const auto& call = r.call;
   const int64_t size = size_of(call.in_type), rows = call.outer * call.inner, chunk = kRule.chunk_bytes / size;
   const int64_t chunks = std::max<int64_t>(1, ceil_div(call.reduced, chunk));
@@ -57,7 +57,7 @@ void reduce_rows(const Reduction& r, Tensor& out) {
 
 // One block takes a tile of columns, or several share its rows, by lengths that no key has, because each would need a kernel.
 // The planner has the numbers and the reasons (backends/cuda/reduce.py).
-void reduce_columns(const Reduction& r, Tensor& out, bool of_chunks) {
+void reduce_columns(const Launches& r, Tensor& out, bool of_chunks) {
   const auto& call = r.call;
   const int64_t size = size_of(call.in_type), places = multiprocessors(call.device);
   const bool few_rows = call.reduced <= kRule.few_rows;
@@ -87,10 +87,10 @@ void reduce_columns(const Reduction& r, Tensor& out, bool of_chunks) {
 
 }  // namespace
 
-void reduce_cuda(const ReduceCall& call, Tensor& out) {
+void reduce_cuda(const Reduction& call, Tensor& out) {
   const bool wide = call.in_type == at::kDouble || out.scalar_type() == at::kDouble;
   const OnDevice on(call.device);
-  const Reduction reduction{call, wide ? at::kDouble : at::kFloat, on.stream};
+  const Launches reduction{call, wide ? at::kDouble : at::kFloat, on.stream};
   if (call.inner > 1 && call.inner_stride == 1 && call.reduced > 0) reduce_columns(reduction, out, false);
   else reduce_rows(reduction, out);
 }

@@ -1,7 +1,7 @@
 // The rotary embedding on the CPU: threads share the tokens.
-#include "backends.h"
 #include "cpu/kernels.h"
 #include "cpu/tasks.h"
+#include "rotary.h"
 
 namespace kf {
 

@@ -2,9 +2,9 @@
 #include <algorithm>
 #include <limits>
 
-#include "backends.h"
 #include "cuda/launcher.h"
 #include "cuda/sum_partials.h"
+#include "rotary.h"
 #include "shared/rotary_args.h"
 
 namespace kf {

@@ -3,8 +3,7 @@
 #include <ATen/ops/empty_ops.h>
 #include <c10/core/SymIntArrayRef.h>
 
-#include "backends.h"
-#include "dispatch.h"
+#include "row_norm.h"
 
 namespace kf {
 
@@ -72,11 +71,6 @@ bool accepts(const ForwardCall& c) {
          (!c.dropout || is_seed(c.seed(), input)) && go_together(c, c, present(c.residual));
 }
 
-StagedResult reference(const ForwardCall& call) {
-  static const auto& op = find_op("kernel_fusion::staged_row_norm_reference");
-  return call_operator<StagedResult>(op, call);
-}
-
 void define(Tensor& t, const Tensor& input, OptionalDtype dtype) {
   if (!t.defined()) t = allocate({0}, input.options().dtype(dtype.value_or(acc_dtype(input))));
 }
@@ -139,9 +133,10 @@ ForwardResult forward(const Backend& backend, const ForwardCall& call) {
   Tensor y = empty(backend, shape, call.input, call.y_dtype()), stats, h;
   if (call.wants_stats) stats = empty_stats(backend, call);
   if (present(call.residual)) h = empty(backend, shape, call.input, call.residual->scalar_type());
-  if (backend.forward && y.numel()) {
-    with_tensors(call, check_all_memory);
-    backend.forward(call, y, stats, h);
+  if (backend.has_kernels && y.numel()) {
+    constexpr Kernels forward_kernels{forward_cpu, forward_cuda};
+    call.tensors(check_all_memory);
+    forward_kernels(backend, call, y, stats, h);
   }
   // Rows of channels-last tensors are copied, and the result is copied back; other results are contiguous, as PyTorch's are.
   if (keeps_format(call)) y = y.contiguous(call.input.suggest_memory_format());
@@ -161,10 +156,11 @@ RowNormGradients backward(const Backend& backend, const BackwardCall& call) {
                 "kernel_fusion::row_norm_bwd: a gradient was asked for a parameter that is not there");
     *to.all()[i] = empty(backend, shapes[i], call.input, *dtypes[i]);
   }
-  if (backend.backward && call.input.numel()) {
-    with_tensors(call, check_all_memory);
-    backend.backward(call, to);
-  } else if (backend.backward) {  // no rows: the sums over them are zero
+  if (backend.has_kernels && call.input.numel()) {
+    constexpr Kernels backward_kernels{backward_cpu, backward_cuda};
+    call.tensors(check_all_memory);
+    backward_kernels(backend, call, to);
+  } else if (backend.has_kernels) {  // no rows: the sums over them are zero
     for (Tensor* sum : {&to.dweight, &to.dbias, &to.dgate})
       if (sum->defined()) sum->zero_();
   }
@@ -173,26 +169,28 @@ RowNormGradients backward(const Backend& backend, const BackwardCall& call) {
 
 namespace {
 
-template <class Result> Result inference(const Backend& backend, const ForwardCall& call) {
+template <class Call> typename Call::Result inference(const Backend& backend, const Call& given) {
+  const ForwardCall call = norm_of(given);
   if (!accepts(call)) {
     auto [y, h] = reference(call);
-    return verb_result<Result>(std::move(y), std::move(h), call.input);
+    return verb_result<typename Call::Result>(std::move(y), std::move(h), call.input);
   }
   auto [y, stats, h] = forward(backend, call);
-  return verb_result<Result>(std::move(y), std::move(h), call.input);
+  return verb_result<typename Call::Result>(std::move(y), std::move(h), call.input);
 }
 
-ForwardResult row_norm_fwd(const Backend& backend, const ForwardCall& given) {
-  TORCH_CHECK(accepts(given),
+ForwardResult row_norm_fwd(const Backend& backend, const RowNormFwdCall& given) {
+  ForwardCall call = norm_of(given);
+  TORCH_CHECK(accepts(call),
               "kernel_fusion::row_norm_fwd: arguments that its kernels do not take; call kernel_fusion.layer_norm instead");
-  ForwardCall call = given;
   call.wants_stats = true;
   auto result = forward(backend, call);
   define(std::get<2>(result), call.input, call.input.scalar_type());
   return result;
 }
 
-BackwardResult row_norm_bwd(const Backend& backend, const BackwardCall& call) {
+BackwardCall::Result row_norm_bwd(const Backend& backend, const RowNormBwdCall& given) {
+  const BackwardCall call = norm_of(given);
   auto [dx, dweight, dbias, dresidual, dgate] = backward(backend, call);
   const std::array results{&dx, &dweight, &dbias, &dresidual, &dgate};
   const auto dtypes = gradient_dtypes(call);
@@ -201,11 +199,11 @@ BackwardResult row_norm_bwd(const Backend& backend, const BackwardCall& call) {
 }
 
 const Implements row_norm_kernels[] = {
-    {"layer_norm", {&kCpu, &kCuda, &kMeta}, Implementation<plain_call<double>, inference<Tensor>>::kernel},
-    {"rms_norm", {&kCpu, &kCuda, &kMeta}, Implementation<plain_call<std::optional<double>>, inference<Tensor>>::kernel},
-    {"staged_row_norm", {&kCpu, &kCuda, &kMeta}, Implementation<staged_call, inference<StagedResult>>::kernel},
-    {"row_norm_fwd", {&kCpu, &kCuda, &kMeta}, Implementation<forward_call, row_norm_fwd>::kernel},
-    {"row_norm_bwd", {&kCpu, &kCuda, &kMeta}, Implementation<backward_call, row_norm_bwd>::kernel},
+    {"layer_norm", {&kCpu, &kCuda, &kMeta}, Boxed<inference<LayerNormCall>>::kernel},
+    {"rms_norm", {&kCpu, &kCuda, &kMeta}, Boxed<inference<RmsNormCall>>::kernel},
+    {"staged_row_norm", {&kCpu, &kCuda, &kMeta}, Boxed<inference<StagedRowNormCall>>::kernel},
+    {"row_norm_fwd", {&kCpu, &kCuda, &kMeta}, Boxed<row_norm_fwd>::kernel},
+    {"row_norm_bwd", {&kCpu, &kCuda, &kMeta}, Boxed<row_norm_bwd>::kernel},
 };
 
 }  // namespace

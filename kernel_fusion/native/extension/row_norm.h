@@ -1,5 +1,5 @@
 // The row norms. A call is one object, filled once where an operator begins and passed on by reference; the plain norm is the
-// norm without stages. Only `norm_call`, `plain_call` and `backward_call` list the operators' arguments and types.
+// norm without stages.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -9,6 +9,8 @@
 #include <type_traits>
 #include <utility>
 
+#include "backends.h"
+#include "dispatch.h"
 #include "stage_arguments.h"
 
 namespace kf {
@@ -29,6 +31,8 @@ struct Norm : StageOptions {
 };
 
 struct ForwardCall : Norm, StageTensors {
+  static constexpr const char* kName = "staged_row_norm";
+  using Result = StagedRowNormCall::Result;
   const Tensor& input;
   const OptionalTensor& weight;
   const OptionalTensor& bias;
@@ -47,10 +51,21 @@ struct ForwardCall : Norm, StageTensors {
     none.grouped = grouped;
     return present(other()) || none != *this;
   }
+
+  // The arguments of staged_row_norm.
+  template <class F> auto arguments(F&& f) const {
+    return with_stages(*this, *this, [&](const auto&... stages) {
+      return f(input, residual, num_dims, weight, bias, eps, weight_offset, out_dtype, rms, stages...);
+    });
+  }
+  template <class F> auto tensors(F&& f) const {
+    return std::apply([&](const auto*... stages) { return f(input, weight, bias, residual, *stages...); }, all);
+  }
 };
 
 // Backward normalises `input` again: h with a residual, else x.
 struct BackwardCall : Norm, StageTensors {
+  using Result = RowNormBwdCall::Result;
   const Tensor& dy;
   const Tensor& input;
   const Tensor& stats;
@@ -66,6 +81,17 @@ struct BackwardCall : Norm, StageTensors {
   // The row beside the input: a stage's, or x.
   const OptionalTensor& other() const { return present(row()) ? row() : x; }
   bool has_other() const { return has_residual || present(row()); }  // whose gradient may be wanted
+
+  // The arguments of row_norm_bwd.
+  template <class F> auto arguments(F&& f) const {
+    return with_stages(*this, *this, [&](const auto&... stages) {
+      return f(dy, input, stats, num_dims, weight, bias_dtype, weight_offset, rms, wants, OptionalDtype(x_dtype), dh, x, bias,
+               has_residual, stages...);
+    });
+  }
+  template <class F> auto tensors(F&& f) const {
+    return std::apply([&](const auto*... stages) { return f(dy, input, stats, weight, dh, x, bias, *stages...); }, all);
+  }
 };
 
 // Groups of rows that share weight, bias and the residual's gate (core/groups.py): row r is one of group r / inner % count.
@@ -124,86 +150,37 @@ struct Stats {
   }
 };
 
-// f(every tensor of the call).
-template <class F> auto with_tensors(const ForwardCall& c, F&& f) {
-  return std::apply([&](const auto*... stages) { return f(c.input, c.weight, c.bias, c.residual, *stages...); }, c.all);
-}
-template <class F> auto with_tensors(const BackwardCall& c, F&& f) {
-  return std::apply([&](const auto*... stages) { return f(c.dy, c.input, c.stats, c.weight, c.dh, c.x, c.bias, *stages...); },
-                    c.all);
-}
-
-// ---- Operators: from their arguments, and back -----------------------------------------------------------------------------
-
 // rms_norm's eps=None: the machine epsilon of the compute type.
 inline double resolve_eps(const Tensor&, double eps) { return eps; }
 double resolve_eps(const Tensor& input, std::optional<double> eps);
 
-inline ForwardCall norm_call(const Tensor& input, const OptionalTensor& residual, const Stages& stages, int64_t num_dims,
-                             const OptionalTensor& weight, const OptionalTensor& bias, double eps, double weight_offset,
-                             OptionalDtype out_dtype, bool rms) {
-  return {{stages.options, num_dims, weight_offset, rms}, stages.tensors, input, weight, bias, eps, out_dtype, residual};
-}
-
-// The call of layer_norm, whose eps is a double, or of rms_norm, whose eps is optional.
-template <class Eps>
-ForwardCall plain_call(const Tensor& input, int64_t num_dims, const OptionalTensor& weight, const OptionalTensor& bias, Eps eps,
-                       double weight_offset, OptionalDtype out_dtype) {
-  constexpr bool kRms = !std::is_same_v<Eps, double>;
-  return norm_call(input, kAbsent, {}, num_dims, weight, bias, resolve_eps(input, eps), weight_offset, out_dtype, kRms);
-}
-
-// Each operator has the arguments of `norm_call`, those of the stages last.
-template <auto make, class> struct Calls;
-template <class... Rest, ForwardCall (*make)(const Tensor&, const OptionalTensor&, const Stages&, Rest...), class... Staged>
-struct Calls<make, Types<Staged...>> {
-  static ForwardCall staged(const Tensor& input, const OptionalTensor& residual, Rest... rest, Staged... stages) {
-    return make(input, residual, stages_of(stages...), rest...);
+// The call of an operator. layer_norm and rms_norm have no stages.
+template <class Call> ForwardCall norm_of(const Call& c) {
+  if constexpr (requires { c.rms; }) {
+    const auto [options, tensors] = stages_of(c);
+    return {{options, c.num_dims, c.weight_offset, c.rms}, tensors, c.input, c.weight, c.bias, c.eps, c.out_dtype, c.residual};
+  } else {
+    constexpr bool kRms = std::is_same_v<Call, RmsNormCall>;
+    return {{{}, c.num_dims, c.weight_offset, kRms}, {}, c.input, c.weight, c.bias, resolve_eps(c.input, c.eps), c.out_dtype};
   }
-  static ForwardCall forward(const Tensor& input, Rest... rest, const OptionalTensor& residual, Staged... stages) {
-    return make(input, residual, stages_of(stages...), rest...);
-  }
-
-  static BackwardCall backward(const Tensor& dy, const Tensor& input, const Tensor& stats, int64_t num_dims,
-                               const OptionalTensor& weight, OptionalDtype bias_dtype, double weight_offset, bool rms,
-                               std::array<bool, 5> wants, OptionalDtype x_dtype, const OptionalTensor& dh,
-                               const OptionalTensor& x, const OptionalTensor& bias, bool has_residual, Staged... stages) {
-    const auto [options, tensors] = stages_of(stages...);
-    const auto dx_dtype = x_dtype.value_or(input.scalar_type());
-    const Norm norm{options, num_dims, weight_offset, rms};
-    return {norm, tensors, dy, input, stats, weight, bias_dtype, wants, dx_dtype, dh, x, bias, has_residual};
-  }
-};
-
-// The calls of staged_row_norm and its definition, of row_norm_fwd, and of row_norm_bwd.
-inline constexpr auto staged_call = &Calls<norm_call, StageArguments>::staged;
-inline constexpr auto forward_call = &Calls<norm_call, StageArguments>::forward;
-inline constexpr auto backward_call = &Calls<norm_call, StageArguments>::backward;
-
-// f(the arguments that make this call); those of staged_row_norm.
-template <class F> auto with_arguments(const ForwardCall& c, F&& f) {
-  return with_stages(c, c, [&](const auto&... stages) {
-    return f(c.input, c.residual, c.num_dims, c.weight, c.bias, c.eps, c.weight_offset, c.out_dtype, c.rms, stages...);
-  });
 }
-template <class F> auto with_arguments(const BackwardCall& c, F&& f) {
-  return with_stages(c, c, [&](const auto&... stages) {
-    return f(c.dy, c.input, c.stats, c.num_dims, c.weight, c.bias_dtype, c.weight_offset, c.rms, c.wants, c.x_dtype, c.dh, c.x,
-             c.bias, c.has_residual, stages...);
-  });
+inline BackwardCall norm_of(const RowNormBwdCall& c) {
+  const auto [options, tensors] = stages_of(c);
+  const auto dx_dtype = c.x_dtype.value_or(c.input.scalar_type());
+  const Norm norm{options, c.num_dims, c.weight_offset, c.rms};
+  return {norm,          tensors,  c.dy, c.input, c.stats, c.weight,      c.bias_dtype,
+          c.output_mask, dx_dtype, c.dh, c.x,     c.bias,  c.has_residual};
 }
 
 // ---- Results ---------------------------------------------------------------------------------------------------------------
 
-using StagedResult = std::tuple<Tensor, Tensor>;           // y, h
-using ForwardResult = std::tuple<Tensor, Tensor, Tensor>;  // y, stats, h
+using ForwardResult = RowNormFwdCall::Result;  // y, stats, h
 
 // Undefined where it is not wanted.
 struct RowNormGradients {
   Tensor dx, dweight, dbias, dresidual, dgate;
   std::array<Tensor*, 5> all() { return {&dx, &dweight, &dbias, &dresidual, &dgate}; }
 };
-using BackwardResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;  // those, as an operator returns them
 
 // An operator returns defined tensors; a missing result is an empty one.
 void define(Tensor& t, const Tensor& input, OptionalDtype dtype);
@@ -220,9 +197,6 @@ template <class Result> Result verb_result(Tensor y, Tensor h, const Tensor& inp
 
 // Whether the kernels can serve a call. Other calls go to the eager definition, which has the error texts.
 bool accepts(const ForwardCall& call);
-
-// The eager definition, kernel_fusion/backends/eager: raises, or serves the call with differentiable PyTorch operations.
-StagedResult reference(const ForwardCall& call);
 
 // ---- Devices ---------------------------------------------------------------------------------------------------------------
 

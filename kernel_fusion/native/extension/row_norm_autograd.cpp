@@ -7,6 +7,7 @@
 #include <ATen/ops/zeros_like_ops.h>
 
 #include "node.h"
+#include "row_norm.h"
 
 namespace kf {
 namespace {
@@ -14,19 +15,18 @@ namespace {
 // ---- Below autograd ------------------------------------------------------------------------------------------------
 
 ForwardResult call_forward(const ForwardCall& c) {
-  static const auto& op = find_op("kernel_fusion::row_norm_fwd");
   auto result = with_stages(c, c, [&](const auto&... stages) {
-    return call_boxed<ForwardResult>(op, c.input, c.num_dims, c.weight, c.bias, c.eps, c.weight_offset, c.out_dtype, c.rms,
-                                     c.residual, stages...);
+    const RowNormFwdCall call{c.input,         c.num_dims,  c.weight, c.bias,     c.eps,
+                              c.weight_offset, c.out_dtype, c.rms,    c.residual, stages...};
+    return call_boxed(operator_of<RowNormFwdCall>(), call);
   });
   if (!present(c.residual)) std::get<2>(result) = Tensor();  // the operator makes it empty
   return result;
 }
 
 RowNormGradients call_backward(const BackwardCall& c) {
-  if (const auto* backend = direct(with_tensors(c, keys_of))) return backward(*backend, c);
-  static const auto& op = find_op("kernel_fusion::row_norm_bwd");
-  return std::make_from_tuple<RowNormGradients>(call_operator<BackwardResult>(op, c));
+  if (const auto* backend = direct(c.tensors(keys_of))) return backward(*backend, c);
+  return std::make_from_tuple<RowNormGradients>(call_boxed(operator_of<RowNormBwdCall>(), c));
 }
 
 // ---- The node ------------------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ struct RowNormBackward : SavingNode {
       rest.pre_activation = 0;
       rest.dropout = {};
     }
-    return std::get<0>(reference({rest, stages, *input, w, b, eps, dtype}));
+    return std::get<0>(reference(ForwardCall{rest, stages, *input, w, b, eps, dtype}));
   }
 
   // dx and dgate of h = residual + gate * dropout(pre_activation(x)), from the gradient of h.
@@ -216,63 +216,44 @@ bool is_widened(bool rms) {
   return rms ? rms_norm : layer_norm;
 }
 
-// An argument of a norm under autocast, which returns what torch.nn's does. Its input is not copied to fp32 first.
-template <class Argument> Argument under_autocast(Argument argument, const Tensor& input, bool rms) {
-  if constexpr (std::is_same_v<Argument, OptionalDtype>) {
-    const bool narrow = input.scalar_type() == at::kHalf || input.scalar_type() == at::kBFloat16;
-    return !argument && narrow && is_widened(rms) ? at::kFloat : argument;
-  } else {
-    return argument;
-  }
-}
+template <class Call> struct NormVerb {
+  using Result = typename Call::Result;
 
-template <const char* name, class Result, auto make> struct Verb;
-template <const char* name, class Result, class... Rest, ForwardCall (*make)(const Tensor&, Rest...)>
-struct Verb<name, Result, make> {
-  static const auto& op() {
-    static const auto& found = find_op(name);
-    return found;
-  }
-
-  static Result autograd(c10::DispatchKeySet keys, const Tensor& input, Rest... rest) {
-    ForwardCall call = make(input, rest...);
-    if (needs_definition(input, call.other(), call.weight, call.bias, call.residual_gate()) || !accepts(call)) {
+  static Result autograd(c10::DispatchKeySet keys, const Call& given) {
+    ForwardCall call = norm_of(given);
+    if (call.tensors(needs_definition) || !accepts(call)) {
       auto [y, h] = reference(call);
-      return verb_result<Result>(std::move(y), std::move(h), input);
+      return verb_result<Result>(std::move(y), std::move(h), call.input);
     }
-    call.wants_stats = compute_requires_grad(input, call.other(), call.weight, call.bias, call.residual_gate());
+    call.wants_stats = call.tensors(compute_requires_grad);
     Tensor y, stats, h;
     {
       const at::AutoDispatchBelowADInplaceOrView below;
       if (const auto* backend = direct(keys)) std::tie(y, stats, h) = forward(*backend, call);
       else if (call.wants_stats) std::tie(y, stats, h) = call_forward(call);
-      else return redispatch_boxed<Result>(op(), keys & c10::after_ADInplaceOrView_keyset, input, rest...);
+      else return call_boxed(operator_of<Call>(), given, keys & c10::after_ADInplaceOrView_keyset);
     }
     if (call.wants_stats) make_history(call, y, stats, h);
-    return verb_result<Result>(std::move(y), std::move(h), input);
+    return verb_result<Result>(std::move(y), std::move(h), call.input);
   }
 
-  static Result autocast(c10::DispatchKeySet, const Tensor& input, Rest... rest) {
+  // The result is that of torch.nn's norm, whose input is not copied to fp32 first.
+  static Result autocast(c10::DispatchKeySet, const Call& given) {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
-    const bool rms = make(input, rest...).rms;
-    return call_boxed<Result>(op(), input, under_autocast<Rest>(rest, input, rms)...);
+    const auto type = given.input.scalar_type();
+    const bool narrow = type == at::kHalf || type == at::kBFloat16;
+    Call call = given;
+    if (const bool rms = norm_of(given).rms; !call.out_dtype && narrow && is_widened(rms)) call.out_dtype = at::kFloat;
+    return call_boxed(operator_of<Call>(), call);
   }
+
+  const Implements at_autograd{Call::kName, KF_AUTOGRAD_KEYS, Boxed<autograd>::kernel};
+  const Implements at_autocast{Call::kName, {c10::DispatchKey::AutocastCUDA}, Boxed<autocast>::kernel};
 };
 
-constexpr char kLayerNorm[] = "kernel_fusion::layer_norm", kRmsNorm[] = "kernel_fusion::rms_norm",
-               kStagedNorm[] = "kernel_fusion::staged_row_norm";
-using LayerNorm = Verb<kLayerNorm, Tensor, plain_call<double>>;
-using RmsNorm = Verb<kRmsNorm, Tensor, plain_call<std::optional<double>>>;
-using StagedNorm = Verb<kStagedNorm, StagedResult, staged_call>;
-
-const Implements row_norm_at_autograd[] = {
-    {"layer_norm", KF_AUTOGRAD_KEYS, Boxed<&LayerNorm::autograd>::kernel},
-    {"rms_norm", KF_AUTOGRAD_KEYS, Boxed<&RmsNorm::autograd>::kernel},
-    {"staged_row_norm", KF_AUTOGRAD_KEYS, Boxed<&StagedNorm::autograd>::kernel},
-    {"layer_norm", {c10::DispatchKey::AutocastCUDA}, Boxed<&LayerNorm::autocast>::kernel},
-    {"rms_norm", {c10::DispatchKey::AutocastCUDA}, Boxed<&RmsNorm::autocast>::kernel},
-    {"staged_row_norm", {c10::DispatchKey::AutocastCUDA}, Boxed<&StagedNorm::autocast>::kernel},
-};
+const NormVerb<LayerNormCall> layer_norm_verb;
+const NormVerb<RmsNormCall> rms_norm_verb;
+const NormVerb<StagedRowNormCall> staged_row_norm_verb;
 
 }  // namespace
 

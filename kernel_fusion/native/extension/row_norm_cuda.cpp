@@ -1,6 +1,6 @@
 // The CUDA operators: arguments -> key -> launch. Row counts beyond a grid's limit would not fit a device's memory.
-#include "backends.h"
 #include "cuda/sum_partials.h"
+#include "quantize.h"
 
 namespace kf {
 namespace {

@@ -1,8 +1,146 @@
-// The operators' schemas, a line each: operators/schemas.py says what they mean.
+// The operators of core/signatures.py: the arguments of each as a struct, its call, and their schemas.
 // Written by `python -m kernel_fusion.operators.headers`.
 #pragma once
 
+// clang-format off
+#include <array>
+#include <tuple>
+
+#include "operators.h"
+
 namespace kf {
+
+// call.arguments(f) is f(every argument), and call.tensors(f) is f(every tensor).
+struct LayerNormCall {
+  static constexpr const char* kName = "layer_norm"; using Result = Tensor;
+  const Tensor &input; int64_t num_dims; const OptionalTensor &weight, &bias; double eps, weight_offset; OptionalDtype
+    out_dtype;
+  template <class F> auto arguments(F&& f) const { return f(input, num_dims, weight, bias, eps, weight_offset, out_dtype); }
+  template <class F> auto tensors(F&& f) const { return f(input, weight, bias); }
+};
+struct RmsNormCall {
+  static constexpr const char* kName = "rms_norm"; using Result = Tensor;
+  const Tensor &input; int64_t num_dims; const OptionalTensor &weight, &bias; std::optional<double> eps; double weight_offset;
+    OptionalDtype out_dtype;
+  template <class F> auto arguments(F&& f) const { return f(input, num_dims, weight, bias, eps, weight_offset, out_dtype); }
+  template <class F> auto tensors(F&& f) const { return f(input, weight, bias); }
+};
+struct StagedRowNormCall {
+  static constexpr const char* kName = "staged_row_norm"; using Result = std::tuple<Tensor, Tensor>;
+  const Tensor &input; const OptionalTensor &residual; int64_t num_dims; const OptionalTensor &weight, &bias; double eps,
+    weight_offset; OptionalDtype out_dtype; bool rms; std::string_view pre_activation, activation; double dropout_p; const
+    OptionalTensor &seed; std::string_view rounding; const OptionalTensor &gate; std::string_view gate_activation; bool
+    gate_first, grouped; const OptionalTensor &residual_gate;
+  template <class F> auto arguments(F&& f) const { return f(input, residual, num_dims, weight, bias, eps, weight_offset,
+    out_dtype, rms, pre_activation, activation, dropout_p, seed, rounding, gate, gate_activation, gate_first, grouped,
+    residual_gate); }
+  template <class F> auto tensors(F&& f) const { return f(input, residual, weight, bias, seed, gate, residual_gate); }
+};
+struct PointwiseCall {
+  static constexpr const char* kName = "pointwise"; using Result = Tensor;
+  const Tensor &a; const OptionalTensor &b; std::string_view combine, activation; double scale, dropout_p; const OptionalTensor
+    &seed;
+  template <class F> auto arguments(F&& f) const { return f(a, b, combine, activation, scale, dropout_p, seed); }
+  template <class F> auto tensors(F&& f) const { return f(a, b, seed); }
+};
+struct ReduceCall {
+  static constexpr const char* kName = "reduce"; using Result = Tensor;
+  const Tensor &input; at::IntArrayRef dim; bool keepdim; std::string_view kind; OptionalDtype dtype;
+  template <class F> auto arguments(F&& f) const { return f(input, dim, keepdim, kind, dtype); }
+  template <class F> auto tensors(F&& f) const { return f(input); }
+};
+struct SoftmaxCall {
+  static constexpr const char* kName = "softmax"; using Result = Tensor;
+  const Tensor &input; const OptionalTensor &mask; double scale; bool causal;
+  template <class F> auto arguments(F&& f) const { return f(input, mask, scale, causal); }
+  template <class F> auto tensors(F&& f) const { return f(input, mask); }
+};
+struct QkNormRopeCall {
+  static constexpr const char* kName = "qk_norm_rope"; using Result = std::tuple<Tensor, Tensor>;
+  const Tensor &query; const OptionalTensor &key, &query_weight, &key_weight; const Tensor &cos, &sin; const OptionalTensor
+    &positions; std::optional<double> eps; double weight_offset; bool interleaved; std::string_view rounding;
+  template <class F> auto arguments(F&& f) const { return f(query, key, query_weight, key_weight, cos, sin, positions, eps,
+    weight_offset, interleaved, rounding); }
+  template <class F> auto tensors(F&& f) const { return f(query, key, query_weight, key_weight, cos, sin, positions); }
+};
+struct RowNormFwdCall {
+  static constexpr const char* kName = "row_norm_fwd"; using Result = std::tuple<Tensor, Tensor, Tensor>;
+  const Tensor &input; int64_t num_dims; const OptionalTensor &weight, &bias; double eps, weight_offset; OptionalDtype
+    out_dtype; bool rms; const OptionalTensor &residual; std::string_view pre_activation, activation; double dropout_p; const
+    OptionalTensor &seed; std::string_view rounding; const OptionalTensor &gate; std::string_view gate_activation; bool
+    gate_first, grouped; const OptionalTensor &residual_gate;
+  template <class F> auto arguments(F&& f) const { return f(input, num_dims, weight, bias, eps, weight_offset, out_dtype, rms,
+    residual, pre_activation, activation, dropout_p, seed, rounding, gate, gate_activation, gate_first, grouped, residual_gate);
+    }
+  template <class F> auto tensors(F&& f) const { return f(input, weight, bias, residual, seed, gate, residual_gate); }
+};
+struct RowNormBwdCall {
+  static constexpr const char* kName = "row_norm_bwd"; using Result = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+  const Tensor &dy, &input, &stats; int64_t num_dims; const OptionalTensor &weight; OptionalDtype bias_dtype; double
+    weight_offset; bool rms; std::array<bool, 5> output_mask; OptionalDtype x_dtype; const OptionalTensor &dh, &x, &bias; bool
+    has_residual; std::string_view pre_activation, activation; double dropout_p; const OptionalTensor &seed; std::string_view
+    rounding; const OptionalTensor &gate; std::string_view gate_activation; bool gate_first, grouped; const OptionalTensor
+    &residual_gate;
+  template <class F> auto arguments(F&& f) const { return f(dy, input, stats, num_dims, weight, bias_dtype, weight_offset, rms,
+    output_mask, x_dtype, dh, x, bias, has_residual, pre_activation, activation, dropout_p, seed, rounding, gate,
+    gate_activation, gate_first, grouped, residual_gate); }
+  template <class F> auto tensors(F&& f) const { return f(dy, input, stats, weight, dh, x, bias, seed, gate, residual_gate); }
+};
+struct PointwiseFwdCall {
+  static constexpr const char* kName = "pointwise_fwd"; using Result = std::tuple<Tensor, Tensor>;
+  const Tensor &a; const OptionalTensor &b; std::string_view combine, activation; double scale, dropout_p; const OptionalTensor
+    &seed;
+  template <class F> auto arguments(F&& f) const { return f(a, b, combine, activation, scale, dropout_p, seed); }
+  template <class F> auto tensors(F&& f) const { return f(a, b, seed); }
+};
+struct PointwiseBwdCall {
+  static constexpr const char* kName = "pointwise_bwd"; using Result = std::tuple<Tensor, Tensor>;
+  const Tensor &dy, &a; const OptionalTensor &b; std::string_view combine, activation; double scale, dropout_p; const
+    OptionalTensor &seed; std::array<bool, 2> output_mask;
+  template <class F> auto arguments(F&& f) const { return f(dy, a, b, combine, activation, scale, dropout_p, seed, output_mask);
+    }
+  template <class F> auto tensors(F&& f) const { return f(dy, a, b, seed); }
+};
+struct SoftmaxBwdCall {
+  static constexpr const char* kName = "softmax_bwd"; using Result = Tensor;
+  const Tensor &dy, &y; double scale; bool leaves_out;
+  template <class F> auto arguments(F&& f) const { return f(dy, y, scale, leaves_out); }
+  template <class F> auto tensors(F&& f) const { return f(dy, y); }
+};
+struct QkNormRopeBwdCall {
+  static constexpr const char* kName = "qk_norm_rope_bwd"; using Result = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+  const Tensor &dy; const OptionalTensor &dy_key, &query, &key, &query_weight, &key_weight; const Tensor &cos, &sin; const
+    OptionalTensor &positions; std::optional<double> eps; double weight_offset; bool interleaved; std::string_view rounding;
+    std::array<bool, 4> output_mask;
+  template <class F> auto arguments(F&& f) const { return f(dy, dy_key, query, key, query_weight, key_weight, cos, sin,
+    positions, eps, weight_offset, interleaved, rounding, output_mask); }
+  template <class F> auto tensors(F&& f) const { return f(dy, dy_key, query, key, query_weight, key_weight, cos, sin,
+    positions); }
+};
+struct QuantizeCall {
+  static constexpr const char* kName = "quantize"; using Result = std::tuple<Tensor, Tensor>;
+  const Tensor &input; at::ScalarType dtype; const OptionalTensor &scale; int64_t block;
+  template <class F> auto arguments(F&& f) const { return f(input, dtype, scale, block); }
+  template <class F> auto tensors(F&& f) const { return f(input, scale); }
+};
+struct QuantizedRowNormCall {
+  static constexpr const char* kName = "quantized_row_norm"; using Result = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+  const Tensor &input; const OptionalTensor &residual; at::ScalarType dtype; const OptionalTensor &scale; int64_t block; bool
+    keeps; int64_t num_dims; const OptionalTensor &weight, &bias; double eps, weight_offset; OptionalDtype out_dtype; bool rms;
+    std::string_view pre_activation, activation; double dropout_p; const OptionalTensor &seed; std::string_view rounding; const
+    OptionalTensor &gate; std::string_view gate_activation; bool gate_first, grouped; const OptionalTensor &residual_gate;
+  template <class F> auto arguments(F&& f) const { return f(input, residual, dtype, scale, block, keeps, num_dims, weight, bias,
+    eps, weight_offset, out_dtype, rms, pre_activation, activation, dropout_p, seed, rounding, gate, gate_activation,
+    gate_first, grouped, residual_gate); }
+  template <class F> auto tensors(F&& f) const { return f(input, residual, scale, weight, bias, seed, gate, residual_gate); }
+};
+struct QuantizedGateCall {
+  static constexpr const char* kName = "quantized_gate"; using Result = std::tuple<Tensor, Tensor, Tensor>;
+  const Tensor &gate, &value; std::string_view activation; at::ScalarType dtype; const OptionalTensor &scale; int64_t block;
+    bool keeps;
+  template <class F> auto arguments(F&& f) const { return f(gate, value, activation, dtype, scale, block, keeps); }
+  template <class F> auto tensors(F&& f) const { return f(gate, value, scale); }
+};
 
 inline constexpr const char* kSchemas = R"(
 layer_norm(Tensor input, int num_dims, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, float weight_offset=0., ScalarType? out_dtype=None) -> Tensor

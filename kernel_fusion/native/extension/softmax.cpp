@@ -1,25 +1,116 @@
-// Softmax below autograd: checks, allocation, registration. Python has the shapes for tracing (operators/meta.py).
-#include "backends.h"
-#include "dispatch.h"
+// Softmax over the last dimension: y = softmax(scale * input + mask), contiguous. `mask` is boolean or floating point. Causal
+// keeps column j of row i, in the last two dimensions, if j <= i. With a mask or causal, a row of -inf gives zeros. Elements
+// left out by a boolean mask or causal are 0, even in a row with NaN.
+//
+// Backward: dx = scale * (dy - sum(dy * y)) * y, contiguous. With `leaves_out`, dx = 0 where y = 0, which marks left out
+// elements, even in a row with NaN.
+#include <algorithm>
+#include <bit>
+
+#include "cpu/kernels.h"
+#include "cpu/tasks.h"
+#include "cuda/launcher.h"
+#include "shared/reduce_args.h"
+#include "verb.h"
 
 namespace kf {
-
-bool accepts(const SoftmaxVerbCall& c) {
-  if (!readable(c.input) || c.input.dim() < (c.causal ? 2 : 1)) return false;
-  if (!present(c.mask)) return true;
-  if (c.mask->device() != c.input.device() || c.mask->layout() != at::kStrided) return false;
-  return c.mask->scalar_type() == at::kBool || (readable(*c.mask) && mixes(c.input.scalar_type(), c.mask->scalar_type()));
-}
-
-Tensor reference(const SoftmaxVerbCall& c) {
-  static const auto& op = find_op("kernel_fusion::softmax_reference");
-  return call_operator<Tensor>(op, c);
-}
-
 namespace {
 
+// A mask's dtype: absent, kBool for a mask that keeps, else that of an additive one.
+Dtype mask_dtype(const OptionalTensor& mask) {
+  return dtype_of(mask) == at::kBool ? Dtype::kBool : dtype_or_absent(dtype_of(mask));
+}
+
+// The rows of a mask, whose columns lie side by side, or of a column that repeats.
+bool repeats_column(const Tensor& mask) { return mask.stride(-1) == 0; }
+Rows rows_of_mask(const Tensor& mask) { return Rows(repeats_column(mask) ? mask.narrow(-1, 0, 1) : mask, 1); }
+
+// ---- On the CPU threads share the rows; on CUDA: arguments -> key -> launch. A mask has the shape of the input.
+// --------------
+
+void softmax_cpu(const SoftmaxCall& call, Tensor& y) {
+  const Rows x(call.input, 1);
+  const bool masked = present(call.mask);
+  const Rows mask = masked ? rows_of_mask(*call.mask) : x;
+  const cpu::Softmax args{bytes(x.tensor),
+                          masked ? bytes(mask.tensor) : nullptr,
+                          static_cast<char*>(y.data_ptr()),
+                          x.layout,
+                          mask.layout,
+                          x.cols,
+                          masked && !repeats_column(*call.mask),
+                          call.causal ? call.input.size(-2) : 0,
+                          call.scale,
+                          cpu_dtype(call.input.scalar_type()),
+                          mask_dtype(call.mask)};
+  count(Counter::kCpuForward);
+  prefer_huge_pages(y);
+  share(x.rows, x.cols, [&](int64_t begin, int64_t end) { cpu::kernels().softmax(args, begin, end); });
+}
+
+void softmax_bwd_cpu(const SoftmaxBwdCall& call, Tensor& dx) {
+  const Tensor& y = call.y;
+  const Tensor dy = mixes(y.scalar_type(), call.dy.scalar_type()) ? call.dy : call.dy.to(y.scalar_type());
+  const int64_t cols = y.size(-1), rows = y.numel() / cols;
+  const bool streams = past_caches(dy.nbytes() + y.nbytes() + dx.nbytes(), free_threads());
+  const Dtype dy_type = cpu_dtype(dy.scalar_type()), type = cpu_dtype(y.scalar_type());
+  const cpu::SoftmaxBackward args{bytes(dy), bytes(y),       static_cast<char*>(dx.data_ptr()), cols, call.scale, dy_type, type,
+                                  streams,   call.leaves_out};
+  count(Counter::kCpuBackward);
+  prefer_huge_pages(dx);
+  share(rows, cols, [&](int64_t begin, int64_t end) { cpu::kernels().softmax_bwd(args, begin, end); });
+}
+
+// The number of vectors in a row, rounded up to 2^k or 3 * 2^k, for which a kernel is compiled.
+int32_t softmax_capacity(int64_t vectors) {
+  const auto power = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(vectors)));
+  return static_cast<int32_t>(power >= 4 && vectors <= power / 4 * 3 ? power / 4 * 3 : power);
+}
+
+void check_softmax_cols(int64_t cols) {
+  constexpr int64_t kMost = int64_t{1} << 30;
+  if (cols > kMost)
+    driver::fail("softmax kernels take rows of at most 2^30 elements, got " + std::to_string(cols) +
+                 "; the backend 'eager' computes longer ones");
+}
+
+void softmax_cuda(const SoftmaxCall& call, Tensor& y) {
+  const Rows x(call.input, 1);
+  check_softmax_cols(x.cols);
+  const bool masked = present(call.mask), repeats = masked && repeats_column(*call.mask);
+  const Rows mask = masked ? rows_of_mask(*call.mask) : x;
+  const int64_t vec = dividing_power(x.cols, kVectorBytes / size_of(call.input.scalar_type()));
+  const SoftmaxSpec spec{cpu_dtype(call.input.scalar_type()), mask_dtype(call.mask), call.causal, call.scale != 1};
+  SoftmaxAccess access{static_cast<int>(vec), softmax_capacity(x.cols / vec), row_access(x, vec)};
+  if (masked) {
+    access.other = repeats ? RowAccess{.strided = mask.strided} : row_access(mask, vec);
+    access.mask_repeats = repeats;
+  }
+  const SoftmaxArgs args{x.data(),  masked ? mask.data() : nullptr,        y.data_ptr(), x.rows,
+                         x.cols,    call.causal ? call.input.size(-2) : 1, x.layout,     mask.layout,
+                         call.scale};
+  launch_over(x.rows, call.input.device(), spec, access, &args);
+}
+
+void softmax_bwd_cuda(const SoftmaxBwdCall& call, Tensor& dx) {
+  const Tensor &dy = call.dy, &y = call.y;
+  const Rows dy_rows(dy, 1), y_rows(y, 1);
+  check_softmax_cols(y_rows.cols);
+  const int64_t vec = dividing_power(y_rows.cols, kVectorBytes / size_of(y.scalar_type()));
+  const SoftmaxBwdSpec spec{cpu_dtype(dy.scalar_type()), cpu_dtype(y.scalar_type()), cpu_dtype(dx.scalar_type()),
+                            call.leaves_out};
+  const SoftmaxAccess access{static_cast<int>(vec), softmax_capacity(y_rows.cols / vec), row_access(y_rows, vec),
+                             row_access(dy_rows, vec)};
+  const SoftmaxBwdArgs args{dy_rows.data(), y_rows.data(),  dx.data_ptr(), y_rows.rows,
+                            y_rows.cols,    dy_rows.layout, y_rows.layout, call.scale};
+  launch_over(y_rows.rows, y.device(), spec, access, &args);
+}
+
+constexpr Kernels softmax_kernels{softmax_cpu, softmax_cuda};
+constexpr Kernels softmax_bwd_kernels{softmax_bwd_cpu, softmax_bwd_cuda};
+
 // The mask in the shape of the input. If its columns lie apart it is copied, before it is broadcast.
-OptionalTensor expanded_mask(const SoftmaxVerbCall& c) {
+OptionalTensor expanded_mask(const SoftmaxCall& c) {
   if (!present(c.mask)) return std::nullopt;
   const Tensor& mask = *c.mask;
   if (mask.dim() == 0 || mask.size(-1) == 1 || mask.stride(-1) <= 1) return mask.expand(c.input.sizes());
@@ -29,38 +120,94 @@ OptionalTensor expanded_mask(const SoftmaxVerbCall& c) {
 
 }  // namespace
 
-Tensor softmax(const Backend& backend, const SoftmaxVerbCall& call) {
+bool accepts(const SoftmaxCall& c) {
+  if (!readable(c.input) || c.input.dim() < (c.causal ? 2 : 1)) return false;
+  if (!present(c.mask)) return true;
+  if (c.mask->device() != c.input.device() || c.mask->layout() != at::kStrided) return false;
+  return c.mask->scalar_type() == at::kBool || (readable(*c.mask) && mixes(c.input.scalar_type(), c.mask->scalar_type()));
+}
+
+Tensor compute(const Backend& backend, const SoftmaxCall& call) {
   const OptionalTensor mask = expanded_mask(call);
   Tensor y = allocate_like(call.input, at::MemoryFormat::Contiguous);
   if (y.numel()) {
-    check_all_memory(call.input, call.mask);
-    backend.softmax({call.input, mask, call.scale, call.causal}, y);
+    call.tensors(check_all_memory);
+    softmax_kernels(backend, {call.input, mask, call.scale, call.causal}, y);
   }
   return y;
 }
 
-Tensor softmax_bwd(const Backend& backend, const SoftmaxBwdCall& c) {
+Tensor compute(const Backend& backend, const SoftmaxBwdCall& c) {
   const Tensor &dy = c.dy, &y = c.y;
   TORCH_CHECK(readable(dy) && readable(y) && y.dim() >= 1 && dy.sizes().equals(y.sizes()) && dy.device() == y.device(),
               "kernel_fusion::softmax_bwd: arguments that its kernels do not take");
   Tensor dx = allocate_like(y, at::MemoryFormat::Contiguous);
   if (y.numel()) {
-    check_all_memory(dy, y);
-    backend.softmax_bwd({dy.contiguous(), y.contiguous(), c.scale, c.leaves_out}, dx);
+    c.tensors(check_all_memory);
+    softmax_bwd_kernels(backend, {dy.contiguous(), y.contiguous(), c.scale, c.leaves_out}, dx);
   }
   return dx;
 }
 
+// ---- Autograd. y determines the gradient, so x need not be kept.
+// -------------------------------------------------------------
+
 namespace {
 
-Tensor softmax_or_definition(const Backend& backend, const SoftmaxVerbCall& call) {
-  return accepts(call) ? softmax(backend, call) : reference(call);
+// The same with ATen, which is differentiable.
+Tensor softmax_backward(const SoftmaxBwdCall& c) {
+  const Tensor &dy = c.dy, &y = c.y;
+  if (!at::GradMode::is_enabled()) return compute_by(c.tensors(keys_of), c);
+  if (direct(c.tensors(keys_of))) c.tensors(check_all_memory);  // ATen's operations check none
+  const Tensor wide_dy = dy.to(acc_dtype(y)), wide_y = y.to(acc_dtype(y));
+  const Tensor dot = wide_dy.mul(wide_y).sum(-1, /*keepdim=*/true);
+  const Tensor dx = wide_dy.sub(dot).mul(wide_y).mul(c.scale).to(y.scalar_type());
+  return c.leaves_out ? dx.masked_fill(y.eq(0), 0) : dx;
 }
-const Implements softmax_kernels[] = {
-    {"softmax", {&kCpu, &kCuda}, Implementation<softmax_call, softmax_or_definition>::kernel},
-    {"softmax_bwd", {&kCpu, &kCuda}, Implementation<softmax_bwd_call, softmax_bwd>::kernel},
+
+struct SoftmaxBackward : SavingNode {
+  enum { kY, kMask };  // the mask, if it has a gradient, for its shape and dtype
+  const double scale;
+  const bool leaves_out;
+
+  explicit SoftmaxBackward(const SoftmaxCall& c) : scale(c.scale), leaves_out(c.causal || dtype_of(c.mask) == at::kBool) {}
+
+  std::string name() const override { return "SoftmaxBackward"; }
+  std::string key() const override { return key_of(scale, leaves_out); }
+
+  variable_list gradients(variable_list&& grads) override {
+    variable_list list = no_gradients();
+    if (!grads[0].defined()) return list;
+    const Tensor& dy = grads[0];
+    const Tensor result = saved(kY), additive = saved(kMask);
+    if (!additive.defined() || !wants(1)) {
+      list[0] = softmax_backward({dy, result, scale, leaves_out});
+      return list;
+    }
+    // Unrounded before the sum over the mask's broadcast dimensions, and never in a dtype other than the mask's.
+    const Tensor dlogits = softmax_backward({dy, result.to(acc_dtype(result)), 1.0, leaves_out});
+    if (wants(0)) list[0] = dlogits.mul(scale).to(result.scalar_type());
+    list[1] = dlogits.sum_to_size_symint(additive.sym_sizes()).to(additive.scalar_type());
+    return list;
+  }
 };
 
 }  // namespace
+
+Tensor record(c10::DispatchKeySet keys, const SoftmaxCall& call) {
+  const auto& [input, mask, scale, causal] = call;
+  // Backward reads y, which needs as many digits as a mask that is wider than the input.
+  const auto dtype = present(mask) && mask->requires_grad() ? c10::promoteTypes(input.scalar_type(), mask->scalar_type())
+                                                            : input.scalar_type();
+  const Tensor wide = input.to(dtype);
+  const SoftmaxCall of_wide{wide, mask, scale, causal};
+  Tensor y = below_autograd(keys, of_wide);
+  const OptionalTensor& kept = present(mask) && mask->requires_grad() ? mask : kAbsent;
+  set_history(std::make_unique<SoftmaxBackward>(of_wide), {wide, mask}, {y}, {y, kept});
+  return y.to(input.scalar_type());
+}
+
+static const Verb<SoftmaxCall> softmax_verb;
+static const Part<SoftmaxBwdCall> softmax_part;
 
 }  // namespace kf

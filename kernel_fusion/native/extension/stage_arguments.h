@@ -29,19 +29,15 @@ struct StageTensors {
   }
 };
 
-using StageArguments = Types<std::string_view, std::string_view, double, const OptionalTensor&, std::string_view, const OptionalTensor&,
-    std::string_view, bool, bool, const OptionalTensor&>;
-
 struct Stages {
   StageOptions options;
   StageTensors tensors;
 };
-inline Stages stages_of(std::string_view pre_activation, std::string_view activation, double dropout_p, const OptionalTensor& seed,
-    std::string_view rounding, const OptionalTensor& gate, std::string_view gate_activation, bool gate_first, bool grouped,
-    const OptionalTensor& residual_gate) {
-  const StageOptions o{code_of(pre_activation), code_of(activation), dropout_of(dropout_p, seed), named<Rounding>(kRoundingNames, rounding,
-    "rounding"), if_present(gate, code_of(gate_activation)), if_present(gate, gate_first), grouped};
-  return {o, {{o.dropout ? &seed : &kAbsent, &gate, &residual_gate}}};
+// Those of a call that has them as an operator's arguments.
+template <class Call> Stages stages_of(const Call& c) {
+  const StageOptions o{code_of(c.pre_activation), code_of(c.activation), dropout_of(c.dropout_p, c.seed), named<Rounding>(kRoundingNames,
+    c.rounding, "rounding"), if_present(c.gate, code_of(c.gate_activation)), if_present(c.gate, c.gate_first), c.grouped};
+  return {o, {{o.dropout ? &c.seed : &kAbsent, &c.gate, &c.residual_gate}}};
 }
 
 // f(the arguments that make these).

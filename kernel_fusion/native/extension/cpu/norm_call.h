@@ -5,9 +5,9 @@
 #include <memory>
 #include <new>
 
-#include "backends.h"
 #include "cpu/kernels.h"
 #include "cpu/tasks.h"
+#include "quantize.h"
 
 namespace kf {
 

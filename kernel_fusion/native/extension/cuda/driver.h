@@ -14,7 +14,8 @@ using Context = struct ContextHandle*;
 using Library = struct LibraryHandle*;
 using Kernel = struct KernelHandle*;
 using Function = struct FunctionHandle*;
-using Stream = struct StreamHandle*;
+struct StreamHandle;  // PyTorch has another one, in the global namespace
+using Stream = StreamHandle*;
 
 constexpr Result kSuccess = 0;
 
