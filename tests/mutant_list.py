@@ -79,8 +79,7 @@ _LAYERS = (
     ),
     Mutant(
         "verbs: dropout outside of training", "kernel_fusion/functional/row_norm.py",
-        ' if training else 0.0, rounding\n    return _staged("add_rms_norm"',
-        ', rounding\n    return _staged("add_rms_norm"',
+        " if training else 0.0\n    return staged(add_rms_norm", "\n    return staged(add_rms_norm",
         "tests/test_dropout.py::test_nothing_drops",
     ),
     Mutant(

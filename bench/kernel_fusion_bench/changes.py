@@ -23,7 +23,7 @@ class Change:
 
     @property
     def ratio(self) -> float:
-        """After over before."""
+        """The time after the change over that before it."""
         return self.after.median_ms / self.before.median_ms
 
 

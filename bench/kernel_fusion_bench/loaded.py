@@ -1,4 +1,4 @@
-"""Compiled kernels on a device: what a plan takes there, before anything is launched."""
+"""Loads compiled kernels, to learn what a plan takes on a device before anything is launched."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Kernel:
 
     @property
     def local_bytes(self) -> int:  # pragma: gpu
-        """A thread's memory for what registers cannot hold."""
+        """The bytes of memory that each thread has for what registers cannot hold."""
         from cuda.bindings import driver
 
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES

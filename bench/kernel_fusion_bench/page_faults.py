@@ -42,5 +42,5 @@ def settled(largest: int = _THRESHOLD) -> Iterator[None]:
 
 
 def reused() -> AbstractContextManager[None]:
-    """`settled` for all sizes: repeated calls cause no faults."""
+    """Reuse freed memory as `settled` does, for tensors of any size, so that repeated calls cause no faults."""
     return settled(sys.maxsize)

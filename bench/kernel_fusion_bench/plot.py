@@ -339,7 +339,7 @@ def _timed(results: Results, group: str, dtype: str) -> Panels:
 
 
 def _by_direction(results: Results, group: str, dtype: str, wanted: Callable[[Measurement], bool]) -> Panels:
-    """Rows of places, columns of directions; a single place needs no title."""
+    """The measured cells by place and direction, which become rows and columns; a single place has no title."""
     found: Panels = {}
     for place in results.places:
         for direction in results.directions(group, dtype):
@@ -421,7 +421,7 @@ def row_names(cells: Cells) -> list[str]:
 
 
 def _tidy(axes: Axes, axis: Any = "x") -> None:
-    """Faint lines behind what is shown, and no frame."""
+    """Draw faint lines behind what is shown, and no frame."""
     axes.grid(axis=axis, linewidth=0.4, alpha=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

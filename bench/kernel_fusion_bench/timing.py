@@ -141,7 +141,7 @@ Outcomes = dict[str, Timing | str]  # by name, the time or why there is none
 
 @contextmanager
 def num_threads(count: int | None) -> Iterator[None]:
-    """Within, PyTorch's CPU kernels and ours use `count` threads; None changes nothing."""
+    """Have PyTorch's CPU kernels and ours use `count` threads within the context; None changes nothing."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:

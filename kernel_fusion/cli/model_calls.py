@@ -95,7 +95,7 @@ def _class_of(transformers: Any, path: str, architectures: Any) -> Any:
 
 @contextmanager
 def _in_a_sentence(problem: str) -> Iterator[None]:
-    """Whatever a configuration makes transformers raise is a fault of the configuration."""
+    """Report whatever a configuration makes transformers raise as a fault of the configuration."""
     try:
         yield
     except (typer.BadParameter, KernelFusionError):
@@ -106,7 +106,7 @@ def _in_a_sentence(problem: str) -> Iterator[None]:
 
 
 def _steps(path: str, model: Any, dtype: torch.dtype) -> Callable[[], None]:
-    """Inference, then forward and backward of training."""
+    """A function that calls the model once for inference, then runs forward and backward of training."""
 
     def step() -> None:
         with _in_a_sentence(f"the model of {path} cannot run"):
@@ -135,7 +135,7 @@ def _inputs(model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Within, Python's numbers become tensors of this dtype, and so do parameters."""
+    """Make this the dtype of parameters, and of tensors made from Python's numbers, within the context."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -146,7 +146,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def _without_parameters() -> Iterator[None]:
-    """Modules that are made in here get parameters without memory, but their buffers."""
+    """Give modules that are made within the context parameters without memory; their buffers are real."""
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         return None if parameter is None else nn.Parameter(parameter.to("meta"), parameter.requires_grad)
@@ -159,7 +159,7 @@ def _without_parameters() -> Iterator[None]:
 
 
 def _fill(model: nn.Module) -> None:
-    """One parameter in place of all that have its shape and dtype."""
+    """Let all parameters of one shape and dtype be one, with random values."""
     known: dict[Any, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

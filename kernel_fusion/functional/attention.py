@@ -178,7 +178,7 @@ def _scaled_product(query: Tensor, key: Tensor, scale: float) -> Tensor:
 
 
 def _causal_product(query: Tensor, key: Tensor, scale: float) -> Tensor:
-    """The same without most of what lies above the diagonal, which is left as it was: whatever memory holds."""
+    """The scaled product without most of what lies above the diagonal, where the result is never written."""
     q, k, shape = _batched(query, key)
     scores = q.new_empty(q.shape[0], *shape[-2:])
     for first in range(0, q.shape[1], _PANEL_ROWS):
@@ -194,7 +194,7 @@ def _fit(query: Tensor, key: Tensor) -> bool:
 
 
 def _batched(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    """Both with one batch dimension, and the shape of the scores."""
+    """Query and key with their leading dimensions as one, and the shape that the scores have in the end."""
     batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
     q, k = (t.expand(*(batch or (1,)), *t.shape[-2:]).flatten(0, -3) for t in (query, key))
     return q, k, (*batch, query.shape[-2], key.shape[-2])

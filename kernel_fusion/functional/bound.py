@@ -1,7 +1,8 @@
 """Verbs whose options are known beforehand, for callers that run them at every step.
 
-A call with plain tensors is one call of the operator; all others go to the verb. Checks that the operator repeats, and
-what never changes between calls, cost the host as much time as the operator itself.
+Each function here returns one that takes the tensors alone. With plain tensors it calls the operator at once; all else
+goes to the verb. So it spares the host the checks that the operator repeats, and what never changes between calls:
+both take as long as the operator itself.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ def _is_usual(x: Any) -> bool:
 
 
 def norm(verb: Call, rms: bool, weight_offset: float, out_dtype: Any, rounding: str) -> Call:
-    """`verb`, a norm with these options, of an input, how many dimensions to normalise, weight, bias and eps."""
+    """Bind the options of a norm.
+
+    The result takes an input, the number of dimensions to normalise, weight, bias and eps.
+    """
     if rounding != "once":
         after = _after(rms, weight_offset, out_dtype, rounding)
 
@@ -52,7 +56,10 @@ def norm(verb: Call, rms: bool, weight_offset: float, out_dtype: Any, rounding: 
 
 
 def add_norm(verb: Call, rms: bool, weight_offset: float, out_dtype: Any, rounding: str) -> Call:
-    """`verb`, an `add_*` norm with these options, of the same arguments, second a residual, last `dropout_p`."""
+    """Bind the options of an `add_*` norm.
+
+    The result takes the same arguments as that of :func:`norm`, with the residual second and `dropout_p` last.
+    """
     after = _after(rms, weight_offset, out_dtype, rounding)
     dropping = weight_offset, out_dtype, rms, *Given()[: Given._fields.index("dropout_p")]
 
@@ -69,10 +76,15 @@ def add_norm(verb: Call, rms: bool, weight_offset: float, out_dtype: Any, roundi
 
 
 def modulated_norm(verb: Any, add_verb: Any, rms: bool) -> Call:
-    """`verb`, a modulated norm, or `add_verb` with a residual, partials with an `out_dtype`.
+    """Bind the options of a modulated norm.
 
-    They are called with an input, a residual, its gate, scale, shift and eps. The result is y and h, or None where a
+    The result takes an input, a residual or None, its gate, scale, shift and eps. It returns y and h, or None if a
     vector does not broadcast to the input.
+
+    Args:
+        verb: the function without a residual, a partial with an `out_dtype`.
+        add_verb: likewise the function with one.
+        rms: whether they are RMSNorm.
     """
     before = 1.0, verb.keywords["out_dtype"], rms
     after = [(*before, *Given(grouped=grouped)[: Given._fields.index("residual_gate")]) for grouped in (True, False)]
@@ -109,7 +121,7 @@ def _broadcasts(shape: Sequence[int], size: Sequence[int]) -> bool:
 
 
 def gated_act(verb: Call, activation: str) -> Call:
-    """`verb`, `kf.gated_act`, of a gate and a value of its shape."""
+    """Bind the activation of `kf.gated_act`; the result takes a gate and a value of the same shape."""
 
     def gated(gate: Tensor, value: Tensor) -> Any:
         if _is_usual(gate) and type(value) in PLAIN_TENSORS:
@@ -120,6 +132,6 @@ def gated_act(verb: Call, activation: str) -> Call:
 
 
 def _after(rms: bool, weight_offset: float, out_dtype: Any, rounding: str) -> tuple[Any, ...]:
-    """The last arguments of `staged_row_norm`, as few as say these."""
+    """The last arguments of `staged_row_norm`, without defaults at the end, which take time to pass."""
     given = Given(rounding=rounding) if rounding != "once" else ()
     return weight_offset, out_dtype, rms, *given[: Given._fields.index("rounding") + 1]

@@ -74,7 +74,7 @@ def served(verb: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 
 def as_tensor(value: Any) -> Any:
-    """An array as a tensor that shares its memory; anything else, tensors among them, as it is."""
+    """Return a tensor that shares the memory of an array; return anything else, tensors among them, as it is."""
     if isinstance(value, Tensor) or not hasattr(value, "__dlpack__"):
         return value
     if isinstance(value, np.ndarray):

@@ -294,7 +294,7 @@ def _affine(input: Tensor, norm: Norm, scale: Tensor, shift: Tensor | None) -> t
 def _in_groups(
     verb: str, input: Tensor, shape: tuple[int, ...], vectors: Sequence[Tensor | None]
 ) -> tuple[Sequence[Tensor | None], bool]:
-    """All in one shape, and whether they vary over rows."""
+    """Weight, bias and gate in one shape that the operator knows, and whether they vary over rows."""
     given = [p for p in vectors if p is not None]
     if all(known(size == 1) for p in given for size in p.shape[: p.dim() - len(shape)]):
         return [p if p is None else p.reshape(shape) for p in vectors], False

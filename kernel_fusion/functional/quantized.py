@@ -55,7 +55,7 @@ def norm(
 
 
 def apart(out_dtype: torch.dtype | Quantize | None) -> tuple[torch.dtype | None, Quantize | None]:
-    """The dtype of an operator's result, and what is made of it."""
+    """The dtype of an operator's result, None for the default, and the `Quantize` that is applied to it, if any."""
     return (None, out_dtype) if isinstance(out_dtype, Quantize) else (out_dtype, None)
 
 
@@ -75,7 +75,13 @@ def gated(
 
 
 class _Route(NamedTuple):
-    """The way of a call: the backend, None being the device's own; the verb's operator; and whether one may do all."""
+    """How a call is served.
+
+    Attributes:
+        backend: the backend that was asked for or chosen; None is the device's own.
+        serve: the operator of the verb, without quantisation.
+        fused: whether one operator may compute and quantise, since no gradient is recorded.
+    """
 
     backend: str | None
     serve: Callable[..., Any]
@@ -123,13 +129,13 @@ def _backend(verb: str, backend: str | None, input: Tensor) -> str | None:
 
 
 def _of(quantize: Quantize, route: _Route, y: Tensor) -> Quantized:
-    """A result, quantised, by an operator of its own."""
+    """Quantise a result that is already there, by the operator that does only this."""
     values, scale = route.operator("quantize")(y.detach(), quantize.dtype, quantize.scale, quantize.block)
     return _result(quantize, values, scale, y)
 
 
 def _options(quantize: Quantize) -> tuple[Any, ...]:
-    """The arguments that the operators have for it."""
+    """The arguments of the operators that a `Quantize` stands for."""
     return quantize.dtype, quantize.scale, quantize.block, quantize.unquantized
 
 

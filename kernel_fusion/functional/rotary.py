@@ -170,7 +170,7 @@ def _check_tensors(verb: str, tensors: dict[str, Any], positions: Any) -> None:
 
 
 def _tokens_first(verb: str, name: str, x: Tensor, unsqueeze_dim: int) -> Tensor:
-    """As the operator takes it, a view (B, L, H, D)."""
+    """A view (B, L, H, D) of query or key for the operator; raises if `unsqueeze_dim` is no dimension of heads."""
     dims = x.dim()
     if dims not in (3, 4):
         raise RuntimeError(
@@ -192,13 +192,13 @@ def _tokens_first(verb: str, name: str, x: Tensor, unsqueeze_dim: int) -> Tensor
 
 
 def _as_given(y: Tensor, x: Tensor, unsqueeze_dim: int) -> Tensor:
-    """A result in the order of the dimensions of x."""
+    """A result of the operator, (B, L, H, D), with its dimensions in the order of those of x."""
     y = y if x.dim() == 4 else y.squeeze(0)
     return y if unsqueeze_dim % x.dim() == x.dim() - 2 else y.transpose(-2, -3)
 
 
 def _tables(cos: Tensor, sin: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As the operator takes them, with a dimension of examples."""
+    """Cos, sin and positions with a first dimension for examples, as the operator takes them."""
     with_examples = [t[None] if t.dim() == 2 else t for t in (cos, sin)]
     if positions is not None and positions.dim() == 1:
         positions = positions[None]
