@@ -44,7 +44,7 @@ class ActivationForm(Plan):
         return self.reads.now(original)
 
     def methods(self, original: type[nn.Module], whole: Whole) -> Mapping[str, Callable[..., Any]]:
-        """The methods of a patched activation."""
+        """The methods that replace those of a patched activation."""
         holds = self.reads.guard(original)
 
         def forward(self_: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -75,7 +75,7 @@ class SoftmaxForm(Plan):
         return "softmax"
 
     def methods(self, original: type[nn.Module], whole: Whole) -> Mapping[str, Callable[..., Any]]:
-        """The methods of a patched `nn.Softmax`."""
+        """The methods that replace those of a patched `nn.Softmax`."""
         holds = _FORWARD.guard(original)
 
         def forward(self_: nn.Module, input: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class _Operations(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count and call."""
+        """Count an operation, unless it is a view, and call it."""
         self.count += not func.is_view
         return func(*args, **(kwargs or {}))
 

@@ -23,7 +23,7 @@ class CudaAutocast(TorchFunctionMode):
     )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Widen a function's tensors if autocast would."""
+        """Call a function, with its tensors in fp32 if autocast would widen them."""
         if getattr(func, "__name__", "") in self.WIDENED:
             args = tuple(_widened(value) for value in args)
             kwargs = {name: _widened(value) for name, value in (kwargs or {}).items()}

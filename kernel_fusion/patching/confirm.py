@@ -56,7 +56,7 @@ def confirm(module: nn.Module, form: NormForm, after_sum: bool = False, modulate
 
 
 def _fused(examination: Examination, form: NormForm, case: Case) -> Function:
-    """The norm of a sum, and the sum."""
+    """The norm of a sum by one verb, and the sum."""
     add = form.verb(case, adds=True)
 
     def fused(a: Tensor, b: Tensor, *parameters: Tensor) -> Tensor:
@@ -66,12 +66,12 @@ def _fused(examination: Examination, form: NormForm, case: Case) -> Function:
 
 
 def _with_sum(norm: Function) -> Function:
-    """The same in two steps."""
+    """The same norm and sum in two steps, an addition and a norm."""
     return lambda a, b, *parameters: torch.cat([norm(a + b, *parameters), a + b])
 
 
 def _in_one(form: NormForm, case: Case, eps: float | None, adds: bool) -> Function:
-    """The modulated norm, and of a gated sum the sum, too."""
+    """The modulated norm by one verb, and the sum if it is of a gated sum."""
     verb = form.verb(case, adds=adds, modulated=True)
 
     def add(x: Tensor, residual: Tensor, gate: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def _in_one(form: NormForm, case: Case, eps: float | None, adds: bool) -> Functi
 
 
 def _in_steps(norm: Function, adds: bool) -> Function:
-    """The same in steps."""
+    """The same modulated norm, and the sum, one operation after the other."""
 
     def modulate(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         return norm(x) * (1 + scale) + shift

@@ -39,7 +39,7 @@ class Isolation(TorchDispatchMode):
     stopped: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call, or raise."""
+        """Call an operation, or raise if it has an effect beside its result."""
         reason = _effect(func)
         if reason is None or (reason is DRAWS and kwargs and kwargs.get("generator") is not None):
             return func(*args, **(kwargs or {}))
@@ -49,7 +49,7 @@ class Isolation(TorchDispatchMode):
 
 @functools.cache
 def _effect(operation: Any) -> str | None:
-    """What an operation does beside its result."""
+    """Name what an operation does beside its result, or None."""
     if torch.Tag.nondeterministic_seeded in operation.tags:
         return DRAWS
     return COMMUNICATES if any(part in operation.namespace for part in _COLLECTIVE) else None

@@ -55,7 +55,7 @@ class Examination:
         self.row = self.shape or (64,)
 
     def rows(self, count: int, dtype: torch.dtype, sizes: Tensor | None = None) -> list[Tensor]:
-        """Rows with a mean, and a gate if there is one."""
+        """Draw rows whose mean is not zero, and a gate if there is one."""
         random = generator(1)
         x = _normal(random, count, *self.row) + _normal(random, count, *[1] * len(self.row))
         if sizes is not None:
@@ -64,7 +64,7 @@ class Examination:
         return [x.to(dtype), *gate]
 
     def theirs(self, *tensors: Tensor) -> Tensor:
-        """The module's own code."""
+        """Call the module's own code."""
         inputs = 1 + self.gated
         self.stand_in.set(dict(zip(self.names, tensors[inputs:], strict=True)))
         return self.stand_in(*tensors[:inputs])  # type: ignore[no-any-return]
@@ -133,7 +133,7 @@ def fit(module: nn.Module, rounding: str) -> NormForm | str:
 
 
 def _function(examination: Examination, gate_name: str) -> NormForm | str:
-    """The norm that the module is in exact arithmetic."""
+    """The norm that the module computes, if nothing is rounded."""
     if (reason := _depends_on_size(examination)) is not None:
         return reason
     inputs = examination.rows(len(_SIZES), torch.float32, _SIZES)

@@ -112,12 +112,12 @@ class NormForm(Plan):
         return partial(getattr(home, self._name(adds, modulated)), **options)
 
     def _name(self, adds: bool = False, modulated: bool = False) -> str:
-        """The name of the verb."""
+        """The name of the verb that computes this norm."""
         stages = "gated_" if self.gate else "modulated_" if modulated else ""
         return f"{'add_' if adds else ''}{stages}{'rms_norm' if self.rms else 'layer_norm'}"
 
     def bound(self, key: Key, case: Case, *, adds: bool = False) -> Verb:
-        """The same verb, made for many calls."""
+        """The same verb with its options bound, for many calls."""
         options = self.rms, self.weight_offset, case.out_dtype, rounding_for(case.rounding, key.input)
         return (bound.add_norm if adds else bound.norm)(self.verb(case, adds=adds), *options)
 
@@ -163,7 +163,7 @@ def _forward(form: NormForm, original: type[nn.Module]) -> Callable[..., Any]:
     contiguous, keeps = form.strides == CONTIGUOUS, form.strides == KEPT
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """The norm."""
+        """Normalise by the verb of the call's case; calls of other cases run the module's own forward."""
         if not is_captured() and len(args) == 1 and not kwargs and (num_dims := form.num_dims(x := args[0])):
             weight, bias, eps = form.parts(self)
             if (norm := _of_call(norms, x, weight)) and holds(self):

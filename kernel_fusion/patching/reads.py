@@ -58,7 +58,7 @@ class Reads:
     names: tuple[Name, ...] = ()
 
     def without(self, *attributes: str | None) -> Reads:
-        """The same without attributes that each call reads anew."""
+        """These reads without the attributes that each call reads anew."""
         return Reads(tuple(a for a in self.attributes if a.path[0] not in attributes), self.names)
 
     def now(self, original: type | None) -> tuple[Any, ...]:
@@ -184,7 +184,7 @@ class Notes:
     busy: int = 0
 
     def reads(self) -> Reads:
-        """All of it."""
+        """All that was read so far."""
         return Reads(tuple(self.attributes.values()), tuple(self.names))
 
     def refuse(self, what: str) -> None:
@@ -208,7 +208,7 @@ def noted(module: nn.Module | None, run: Callable[[], Any]) -> tuple[Reads, str 
 
 @contextlib.contextmanager
 def _noting(target: Any, path: tuple[str, ...], notes: Notes) -> Iterator[None]:
-    """Within, attributes of a module, or of an object that it holds, are noted."""
+    """Note, within the context, which attributes of a module, or of an object that it holds, are read."""
     kind: Any = type(target)
     held: dict[str, Any] = {}
     within = contextlib.ExitStack()

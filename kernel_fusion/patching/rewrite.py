@@ -79,7 +79,7 @@ def methods_of(kind: type[nn.Module]) -> dict[str, types.FunctionType]:
 
 
 def search(kind: Any) -> dict[str, Found]:
-    """The methods to rewrite, and what in them."""
+    """The methods to rewrite, and what is to be replaced in each."""
     result = {}
     for name, method in methods_of(kind).items():
         function = inside(method)
@@ -223,7 +223,7 @@ def _is_current(function: types.FunctionType) -> bool:
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """The code within code."""
+    """The code objects within a code object, such as those of functions that it defines."""
     for each in code.co_consts:
         if isinstance(each, types.CodeType):
             yield each

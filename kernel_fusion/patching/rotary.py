@@ -61,7 +61,7 @@ class AnglesForm(Plan):
         return self.reads.now(original)
 
     def methods(self, original: type[nn.Module], whole: Whole) -> Mapping[str, Callable[..., Any]]:
-        """A marking forward."""
+        """A forward that marks its angles, in place of the module's."""
         layout, holds = self.layout, self.reads.guard(original)
 
         def forward(self_: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -154,7 +154,7 @@ class RotaryForm(NamedTuple):
         return found if len(heads) == 2 else found[0]
 
     def _once(self, t: Any) -> Any:
-        """One angle per pair, if it is known; else None."""
+        """Cos or sin with each angle once, if it is known how they repeat; else None."""
         if type(t) is not Tensor or t.requires_grad:  # the kernels have no gradients of angles
             return None
         if self.layout == ONCE:
@@ -295,7 +295,7 @@ def _joined(results: Any) -> Tensor:
 
 
 def turned(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """One pass if that is the same, else the function."""
+    """Turn query and key in one pass if the result is the same, else by the function."""
     if not is_captured() and (not isinstance(function, nn.Module) or is_bare(function)):
         form = known_rotary(function, len(args) - 2)
         if form is not None and form.holds(function) and (found := form.call(*args, **kwargs)) is not None:

@@ -81,7 +81,7 @@ def gates_by(acts: Iterable[Act]) -> Gates:
         return act(gate), None, None, False
 
     def product(held: tuple[Any, ...], value: Any, swapped: Any = ()) -> Any:
-        """The activated gate times the value, or the value times it."""
+        """Multiply the activated gate and the value, in the order of the source."""
         gate, gate_by, act, widens = held
         if gate_by is not None:
             if is_floating(value) and gate.shape == value.shape and same_order(gate, value):
@@ -90,7 +90,7 @@ def gates_by(acts: Iterable[Act]) -> Gates:
         return value * gate if swapped else gate * value
 
     def gated(text: str, act: Any, gate: Any, value: Any, swapped: Any = ()) -> Any:
-        """Both steps."""
+        """Take both steps, the activation of the gate and the product."""
         return product(held(text, act, gate), value, swapped)
 
     return Gates(gated, held, held_result, product)
@@ -226,7 +226,7 @@ def _of_function(p: float = 0.5, training: bool = True, inplace: bool = False) -
 
 
 def _in_order(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The other term, and one of the sum's dtype, if any."""
+    """The other term of a sum, and a term of the sum's dtype, if there is one."""
     if a.dtype is b.dtype:
         return b, a
     wider = torch.promote_types(a.dtype, b.dtype)

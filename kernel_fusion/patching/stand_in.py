@@ -48,7 +48,7 @@ class StandIn:
         self.set(self.parameters)
 
     def set(self, parameters: dict[str, Tensor]) -> None:
-        """Exchange the parameters."""
+        """Put these parameters in the place of the module's."""
         own: dict[str, Any] = self.module._parameters
         own.update(parameters)
 
@@ -102,7 +102,7 @@ def _on_cpu(buffer: Tensor) -> Tensor:
 
 
 def _held(module: nn.Module) -> dict[str, Any]:
-    """Attributes and buffers."""
+    """The attributes and buffers that a module holds."""
     own = vars(module)
     return {name: own[name] for name in own.keys() - _OF_EVERY_MODULE} | module._buffers
 
@@ -118,7 +118,7 @@ def _apart(value: Any) -> Any:
 
 
 def _alike(value: Any, other: Any) -> bool:
-    """Whether a value is as its copy."""
+    """Whether a value still equals the copy that was made of it."""
     if isinstance(value, Tensor):
         return torch.equal(value, other)
     return value is other or bool(value == other if isinstance(value, Collection) else vars(value) == vars(other))
@@ -140,7 +140,7 @@ def settings(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _value(module: nn.Module, value: Any) -> Any:
-    """Something hashable that can be pickled, equal for equal values."""
+    """A key for a value: hashable, fit for a pickle, and equal for equal values."""
     kind = type(value).__qualname__
     if type(value) in _PLAIN:
         return kind, value
