@@ -1,4 +1,4 @@
-// Bulk copies from global to shared memory, and the mbarriers that count them. sm_90 and newer.
+// Bulk copies from global to shared memory, and the mbarriers that count their bytes, on sm_90 and newer.
 #pragma once
 
 #include "types.cuh"
@@ -31,7 +31,7 @@ __device__ inline void mbarrier_arrive_expect(Mbarrier* b, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
 }
 
-// Bytes that arrive before this thread.
+// Announces bytes that will arrive on the barrier; this thread arrives later.
 __device__ inline void mbarrier_expect(Mbarrier* b, unsigned bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
 }
@@ -67,7 +67,7 @@ __device__ inline void copy_arrive(Mbarrier* b) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(b)) : "memory");
 }
 
-// Before a bulk store, by all threads that wrote the data.
+// Every thread that wrote the data calls this before a bulk store of it.
 __device__ inline void bulk_store_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // All threads of a block copy `count` elements from shared to global memory. With the same alignment within 16 bytes,

@@ -1,8 +1,9 @@
 // Codes and scales of a row v that is computed vector by vector (backends/eager/quantize.py, bit for bit):
 // code = round(clamp(v / s)), s = max |v| / largest code, or 1 for 0.
 //
-// Shuffles find the largest of a vector's neighbours, shared memory that of a row. A quotient of 16-bit v takes two
-// instructions. Float8 is rounded by one of sm_89 and newer, else in integers.
+// The largest |v| of neighbouring vectors is found by shuffles, and that of a row through shared memory. The quotient of
+// an fp16 or bf16 v takes two instructions. Float8 is rounded by one instruction on sm_89 and newer, and elsewhere in
+// integers.
 #pragma once
 
 #include "shared/names.h"
@@ -14,7 +15,7 @@ namespace kf {
 
 constexpr int kScaleBlock = 128;  // columns that share a scale
 
-// The largest code, and codes of two or four quotients, the first one lowest.
+// The largest code of a type, and the codes of two or four quotients in one word, in which the first one is lowest.
 template <CodeType> struct Code;
 
 template <> struct Code<CodeType::kInt8> {
@@ -35,8 +36,8 @@ template <> struct Code<CodeType::kInt8> {
   static __device__ unsigned four(float a, float b, float c, float d) { return two(a, b, two(c, d)); }
 };
 
-// Rounds to a byte in integers, where a carry goes where it belongs; without a leading 1, by a sum whose last digit is
-// the code's.
+// Rounds to a byte in integers, where a carry goes where it belongs. A code without a leading 1 is rounded by a sum whose
+// last digit is the code's.
 template <int kExponent, int kMantissa> __device__ unsigned float8_in_integers(float q, float largest) {
   constexpr int kBias = (1 << (kExponent - 1)) - 1, kShift = 23 - kMantissa;
   constexpr unsigned kLeastNormal = (127 - kBias + 1) << 23, kSum = (127 - kBias + kShift + 1) << 23;
@@ -81,7 +82,8 @@ template <CodeType kCode, int kVec> __device__ typename Word<kVec>::type codes_o
   else return static_cast<typename Word<kVec>::type>(C::two(q[0], q[kVec - 1]));
 }
 
-// The largest |v| so far, as an integer: it orders numbers as they are, with NaN above all. Pairs of 16-bit v have two.
+// The largest |v| so far, as an integer. Integers have the order of the numbers, with NaN above all. Pairs of fp16 or bf16
+// have two of them in a word.
 template <class V> struct Largest {
   unsigned of = 0;
 
@@ -108,7 +110,7 @@ template <CodeType kCode, class V> __device__ float scale_of(unsigned largest) {
   return s == 0 ? 1.0f : s;
 }
 
-// Whether a quotient of 16-bit v has terms that are not normal.
+// Whether the quotient of an fp16 or bf16 v has terms that are not normal numbers.
 template <class V> __device__ bool is_extreme(float s) {
   return sizeof(V) == 2 && !(fabsf(s) >= 0x1p-100f && fabsf(s) <= 0x1p100f);
 }
@@ -118,7 +120,7 @@ template <class V, bool kExtreme, bool kNarrow = sizeof(V) == 2> struct Divisor 
   float s;
 
   __device__ explicit Divisor(float s) : s(s) {}
-  // That of another of kLanes neighbours.
+  // The scale that another one of kLanes neighbouring lanes has.
   template <int kLanes> __device__ Divisor of_lane(int lane) const { return Divisor(__shfl_sync(~0u, s, lane, kLanes)); }
   template <int kVec> __device__ void divide(float (&v)[kVec]) const {
 #pragma unroll
@@ -174,7 +176,7 @@ template <class S, class V, class At> struct RowCodes {
   i64 row;
   bool live;
 
-  // vector(i) gives the thread's i-th vector. It is called once for each i in order, or twice if a row finds no room in
+  // `vector(i)` gives the thread's i-th vector. It is called once for each i in order, or twice if a row finds no room in
   // registers.
   template <class Vector> __device__ void store(const Vector& vector) const {
     if constexpr (S::kScales != Scales::kBlock) {

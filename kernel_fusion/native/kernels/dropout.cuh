@@ -13,7 +13,7 @@ struct Dropper {
   // Reads the seed from global memory, so call wait_for_previous_kernel() first.
   __device__ Dropper(const void* seed, unsigned last) : seed(*static_cast<const unsigned long long*>(seed)), last(last) {}
 
-  // Zeroes dropped ones of kVec neighbours; kVec divides `position` and eight.
+  // Sets those of kVec neighbours to zero that are dropped; kVec divides `position` and eight.
   template <int kVec, class A> __device__ void drop_neighbours(unsigned long long position, A (&v)[kVec]) const {
     static_assert(8 % kVec == 0);
     const RandomBits bits = random_bits(seed, position / 8);
@@ -28,7 +28,7 @@ struct Dropper {
     }
   }
 
-  // One element at any position.
+  // The same for one element, at any position.
   template <class A> __device__ A drop(unsigned long long position, A v) const {
     A one[1] = {v};
     drop_neighbours(position, one);
@@ -36,7 +36,7 @@ struct Dropper {
   }
 
  private:
-  // Word i of the kWords from `position`; an index would put them into memory.
+  // Word i of the kWords from `position` on. An index would put the words into memory.
   template <int kWords> __device__ static unsigned word_at(const RandomBits& bits, unsigned position, int i) {
     const auto& w = bits.word;
     if constexpr (kWords == 4) return w[i];

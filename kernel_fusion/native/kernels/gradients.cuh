@@ -1,4 +1,4 @@
-// The formulas of backward (row_norm_bwd.cuh), by element or vector.
+// The formulas of backward (row_norm_bwd.cuh), for one element or one vector of a row.
 #pragma once
 
 #include "stages.cuh"
@@ -6,7 +6,7 @@
 
 namespace kf {
 
-// x - mean and xhat. No fma with mean * rstd: equal elements must give exactly 0.
+// x - mean and xhat. They use no fma with mean * rstd, because equal elements must give exactly 0.
 template <class S> struct Normalize {
   using A = typename S::Acc;
   A mean, rstd;
@@ -53,7 +53,7 @@ template <class S> struct Derivative {
   }
 };
 
-// The activation's argument, or what a last factor multiplies.
+// The argument of the activation, which is also the number that a last factor multiplies.
 template <class S, class A> __device__ A affine_of(A xhat, A weight, A bias) {
   using R = Roundings<S>;
   return R::argument(fused(R::normalized(xhat), weight, bias));
@@ -69,7 +69,7 @@ __device__ typename S::Acc incoming(typename S::Acc dy, typename S::Acc xhat, ty
   }
 }
 
-// The same for a vector, from x.
+// The same for a vector, computed from x.
 template <class S, int kVec, class A>
 __device__ void replace_dy(const Normalize<S>& normalize, const A (&x)[kVec], const A (&weight)[kVec], const A (&bias)[kVec],
                            A (&dy)[kVec]) {
@@ -79,7 +79,7 @@ __device__ void replace_dy(const Normalize<S>& normalize, const A (&x)[kVec], co
   }
 }
 
-// The normalised row, without the factor: h as stored, or u recomputed.
+// The normalised row without the factor: h as it was stored, or u, which is computed again.
 template <class S>
 __device__ void widen_row(const Before<S>& before, const Pack<typename S::Row, S::kVec>& pack, i64 row, int col,
                           typename S::Acc (&x)[S::kVec]) {
@@ -94,7 +94,7 @@ __device__ void apply_factor(const Before<S>& before, const Pack<Factor<S>, kVec
   else multiply_factor<S, SharedMath<S>>(factor, dy);
 }
 
-// With kFactor, weight_offset + weight, or 1; else a bias, or 0.
+// A parameter of a column: with kFactor weight_offset + weight, or 1 without a weight; otherwise a bias, or 0.
 template <class S, class T, bool kFactor, int kVec, class A>
 __device__ void widen_parameter(const Pack<T, kVec>& pack, double offset, A (&v)[kVec]) {
   if constexpr (!kPresent<T>) {
@@ -107,10 +107,10 @@ __device__ void widen_parameter(const Pack<T, kVec>& pack, double offset, A (&v)
   }
 }
 
-// The row that backward reads beside the normalised one: a factor, or x.
+// The row that backward reads beside the normalised one, which is a factor or x.
 template <class S> using Second = typename PresentOr<typename S::PreX, Factor<S>>::type;
 
-// From the gradient at h to what is stored of a row.
+// The way from the gradient at h to the gradients of a row that are stored.
 template <class S> struct Outgoing {
   using A = typename S::Acc;
   using X = typename S::X;
@@ -121,13 +121,13 @@ template <class S> struct Outgoing {
   const Dropout<S>& dropout;
   i64 row;
   X* dx_row;
-  Other* dresidual_row;  // or dfactor's
+  Other* dresidual_row;  // or the row of the factor's gradient
 
   __device__ Outgoing(const RowNormBwdArgs& args, const Dropout<S>& dropout, i64 row)
       : dropout(dropout), row(row), dx_row(static_cast<X*>(args.dx) + row * kCols),
         dresidual_row(static_cast<Other*>(args.dresidual) + row * kCols) {}
 
-  // A last factor's row's gradient, from dy * (xhat * weight + bias).
+  // The gradient of a last factor's row, from dy * (xhat * weight + bias).
   __device__ void last_factor(const Normalize<S>& normalize, int col, const A (&dy)[kVec], const A (&x)[kVec],
                               const A (&weight)[kVec], const A (&bias)[kVec], const Pack<Factor<S>, kVec>& factor) const {
     if constexpr (kFactorLast<S> && S::kDResidual) {
@@ -138,7 +138,7 @@ template <class S> struct Outgoing {
     }
   }
 
-  // A first factor's row's gradient, from du * x; and dx, du times the factor.
+  // The gradient of a first factor's row, from du * x; and dx, which is du times the factor.
   __device__ void first_factor(int col, A (&du)[kVec], const Pack<X, kVec>& pack, const Pack<Factor<S>, kVec>& factor) const {
     if constexpr (S::kDResidual) {
       A dfactor[kVec];
@@ -153,7 +153,7 @@ template <class S> struct Outgoing {
     }
   }
 
-  // From the gradient at the factor.
+  // Stores the gradient of the factor's row, from the gradient at the factor.
   __device__ void store_dfactor(int col, A (&g)[kVec], const Pack<Factor<S>, kVec>& factor) const {
     A at[kVec];
     widen_pack(factor, at);
@@ -161,7 +161,7 @@ template <class S> struct Outgoing {
     store_cols<16, kVec, kCols, kCovers>(dresidual_row, col, narrow_pack<Factor<S>>(g));
   }
 
-  // `pre_x` is the pre-activation's argument; dgate becomes what the row adds to that.
+  // `pre_x` is the argument of the pre-activation. `dgate` becomes the term that the row adds to the gate's gradient.
   template <class PreX>
   __device__ void operator()(int col, A (&g)[kVec], const Pack<typename S::DH, kVec>& dh, const Pack<PreX, kVec>& pre_x,
                              const Pack<ResidualGate<S>, kVec>& gate, A (&dgate)[kVec]) const {
@@ -195,7 +195,7 @@ template <class S> struct Outgoing {
     }
   }
 
-  // The residual's gate multiplies this.
+  // Computes the numbers that the residual's gate multiplies.
   __device__ void before_gate(int col, const Pack<X, kVec>& x, A (&u)[kVec]) const {
     widen_pack(x, u);
     activate<S::kPreActivation, typename MathFor<A, ResidualGate<S>>::type>(u);
@@ -209,9 +209,9 @@ template <class S> __device__ constexpr bool is_wanted(int which) {
   return which == 0 ? S::kDWeight : which == 1 ? S::kDBias : S::kDGate;
 }
 
-// A backward thread keeps these of its columns: weight, bias, and the column sums.
+// A thread of backward keeps for its columns the weight, the bias and the column sums.
 
-// Parameters in the compute type in registers, in shared memory, or not kept.
+// A thread keeps parameters in registers, in the compute type, or in shared memory, or it does not keep them.
 enum class Keeping { kWide, kShared, kMemory };
 
 // A parameter of a thread's columns; its first kKept vectors are kept for all rows.
@@ -260,7 +260,7 @@ template <class S, class T, int kKept, Keeping kKeeping, bool kFactor> struct Co
     }
   }
 
-  // This thread's i-th vector.
+  // The parameters of this thread's i-th vector.
   __device__ void get(int i, A (&v)[kVec]) {
     if (kKeeping == Keeping::kMemory || i >= kKept) {
       widen(load(i), v);
@@ -295,7 +295,7 @@ template <class S, int kVectors>
 using ColumnBias = ColumnParameter<S, typename S::Bias, kVectors,
                                    S::kKeeps == KeptParameters::kBoth ? Keeping::kWide : Keeping::kMemory, false>;
 
-// The column sums of this thread, kept as S::kSums says.
+// The column sums of this thread, kept in the way that S::kSums says.
 template <class S> struct Accumulators {
   using A = typename S::Acc;
   static constexpr int kVectors = Place<S>::kVectors;

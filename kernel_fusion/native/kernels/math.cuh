@@ -1,5 +1,5 @@
-// Policies of functions on scalars, for shared/activations.h: `Math` has CUDA's own, `RoughMath` fewer instructions for
-// results rounded to fp16, `RoughestMath` for bf16. `MathFor` chooses.
+// Policies of functions on scalars, for shared/activations.h. `Math` has CUDA's own functions. `RoughMath` takes fewer
+// instructions for results that are rounded to fp16, and `RoughestMath` still fewer for bf16. `MathFor` chooses.
 //
 // SingleMath, for pointwise chains in fp32, has another normal_cdf, off by 2^-22, and a power off by 2^-21, absolutely.
 // MixedMath has these and the hardware's reciprocal, for what an fp16 or bf16 norm computes for an fp32 result, too.
@@ -21,7 +21,7 @@
 
 namespace kf {
 
-// Shared by every policy on scalars.
+// The functions that every policy on scalars shares.
 template <class A> struct ScalarMath {
   using V = A;
   static KF_INLINE A of(double c) { return static_cast<A>(c); }
@@ -160,7 +160,7 @@ using MixedMath = MixedMathOn<Hardware>;
 using RoughMath = RoughMathOn<Hardware>;
 using RoughestMath = RoughestMathOn<Hardware>;
 
-// The policy for a result computed in A and rounded to T.
+// The policy for a result that is computed in A and rounded to T.
 struct bf16;
 template <class A, class T> struct MathFor {
   using type = Math<A>;
@@ -174,13 +174,13 @@ template <> struct MathFor<float, bf16> {
   using type = RoughestMath;
 };
 
-// For results that no norm divides by a tiny deviation.
+// The policy for results that no norm divides by a tiny deviation.
 template <class A, class T> struct ChainMathFor : MathFor<A, T> {};
 template <> struct ChainMathFor<float, float> {
   using type = SingleMath;
 };
 
-// For what a norm of X computes for several results, the most precise of type T.
+// The policy for numbers that a norm of X computes once for several results, of which T is the most precise type.
 template <class A, class X, class T> struct SharedMathFor : MathFor<A, T> {};
 template <class X>
   requires(sizeof(X) == 2)

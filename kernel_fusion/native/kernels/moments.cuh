@@ -12,7 +12,7 @@
 
 namespace kf {
 
-// The mean (RMSNorm: 0) of a warp or a row, and the sum of (x - mean)^2.
+// The mean of the columns of a warp or of a row, which is 0 for RMSNorm, and the sum of (x - mean)^2.
 template <class S> struct Moments {
   typename S::Acc mean, squares;
 };
@@ -37,7 +37,7 @@ template <class S> struct Center {
   __device__ A plus(A shift) const { return kHasCodes<S> ? fused(sum, per_col, shift) : mean + shift; }
 };
 
-// A lane's deviations from a center.
+// The sums of a lane's deviations from a center, and of their squares.
 template <class S> struct Deviations {
   using A = typename S::Acc;
   using P = Place<S>;
@@ -45,7 +45,7 @@ template <class S> struct Deviations {
   Center<S> center;
   A rest = 0, squares = 0;
 
-  // `known`: vector k surely lies within the row.
+  // `known` says that vector k surely lies within the row.
   __device__ void add(int k, const Pack<typename S::Row, S::kVec>& pack, bool known = false) {
     A x[S::kVec];
     widen_pack(pack, x);
@@ -58,7 +58,7 @@ template <class S> struct Deviations {
     }
   }
 
-  // Over all lanes.
+  // The moments of the warp, from the sums of all its lanes.
   __device__ Moments<S> moments() const {
     if constexpr (S::kRms) return {0, sum_lanes<S::kLanes>(squares)};
     A all = rest, all_squares = squares;
@@ -69,7 +69,7 @@ template <class S> struct Deviations {
   }
 };
 
-// Warp `warp` has first vectors x_at(k).
+// The center of warp `warp`, whose first vectors are x_at(k).
 template <class S, class X> __device__ Center<S> center_of(int warp, X&& x_at) {
   if constexpr (S::kRms) return {};
   typename S::Acc sum = 0;
@@ -78,7 +78,7 @@ template <class S, class X> __device__ Center<S> center_of(int warp, X&& x_at) {
   return {sum_lanes<S::kLanes>(sum), Place<S>::template per_col_of<typename S::Acc, S::kCenter>(warp)};
 }
 
-// This thread's warp's. x_at(k) may be called again.
+// The moments of this thread's warp. x_at(k) may be called twice.
 template <class S, class X> __device__ Moments<S> moments_of_warp(const Place<S>& at, X&& x_at) {
   using P = Place<S>;
   Deviations<S> deviations{at.lane, at.warp, center_of<S>(at.warp, x_at)};
@@ -120,7 +120,7 @@ __device__ Moments<S> moments_in_passing(const Place<S>& at, Load&& load, Value&
   return deviations.moments();
 }
 
-// The row's, relative to its first warp's mean: small numbers are added.
+// The moments of the row. They are added relative to the mean of the first warp, so that small numbers are added.
 template <class S> __device__ Moments<S> join_moments(int lane, const typename S::Acc (*slots)[2]) {
   using A = typename S::Acc;
   using P = Place<S>;

@@ -14,7 +14,7 @@ struct Offsets {
   unsigned of[kOperands];
 };
 
-// Element i's offset in every operand, in elements; unused ones cost nothing.
+// The offset of element i in every operand, in elements. An offset that nobody uses costs nothing.
 template <int kDims> __device__ Offsets offsets_of(const PointwiseArgs& args, unsigned i) {
   Offsets offsets{};
 #pragma unroll
@@ -30,7 +30,7 @@ template <int kDims> __device__ Offsets offsets_of(const PointwiseArgs& args, un
   return offsets;
 }
 
-// Operand kSlot of the arguments; core/other_specs.py defines the modes.
+// Operand number kSlot of the arguments. core/other_specs.py defines the modes.
 template <class S, class T, Mode kMode, int kAlign, int kSlot> struct Operand {
   using Vector = Pack<T, S::kVec>;
   static constexpr int kVec = S::kVec;
@@ -82,7 +82,7 @@ template <class S, class T, Mode kMode, int kAlign, int kSlot> struct Operand {
   }
 };
 
-// One bit per element.
+// An operand with one bit per element.
 template <class S, Mode kMode, int kAlign, int kSlot> struct Operand<S, b1, kMode, kAlign, kSlot> {
   using Vector = Pack<b1, S::kVec>;
   static __device__ Vector load(const PointwiseArgs& args, i64 i, int) {
@@ -93,7 +93,7 @@ template <class S, Mode kMode, int kAlign, int kSlot> struct Operand<S, b1, kMod
   }
 };
 
-// An absent operand.
+// The operand that is absent.
 template <class S, Mode kMode, int kAlign, int kSlot> struct Operand<S, absent, kMode, kAlign, kSlot> {
   struct Vector {};
   static __device__ Vector load(const PointwiseArgs&, i64, int) { return {}; }

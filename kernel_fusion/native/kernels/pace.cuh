@@ -1,5 +1,6 @@
-// Keeps a persistent grid's blocks together. The memory system favours some multiprocessors: their blocks would finish
-// early, and the rest are too few to use its bandwidth. So a block ahead of the average waits.
+// Keeps the blocks of a persistent grid together. The memory system favours some multiprocessors. Their blocks would
+// finish early, and those that are left would be too few to use its bandwidth. So a block that is ahead of the average
+// waits.
 //
 // Results do not depend on it. The word in which blocks count may hold anything at first. Concurrent grids of one
 // kernel share it, so each seems behind and nobody waits. A block that waits in vain stops waiting.
@@ -11,14 +12,14 @@ namespace kf {
 
 __device__ unsigned pace_word;  // one per kernel
 
-// From the plan: kRows, groups of a block; kPaceTolerance, quarters of a step that a block may be ahead, 0: any;
-// kPaceLeast, the fewest steps that make it pay.
+// The plan S says how many groups of threads a block has (kRows), by how many quarters of a step a block may be ahead
+// (kPaceTolerance; 0 for any), and from how many steps on waiting pays (kPaceLeast).
 template <class S> struct Pace {
   static constexpr bool kOn = S::kPaceTolerance > 0;
   static_assert(!kOn || S::kPaceTolerance > 4, "a block would wait for all others before each step");
   static constexpr int kPatience = 16;  // readings, of more than half a microsecond each
 
-  // Shared, because registers are scarce.
+  // This lies in shared memory, because registers are scarce.
   struct Shared {
     unsigned progress;  // steps of all blocks since this one began; 0 before init()
     unsigned begun;     // pace_word at that time
@@ -39,7 +40,7 @@ template <class S> struct Pace {
     if (on && group == 0) shared.begun = coming = read();
   }
 
-  // Before a group's step; the first counts for all.
+  // A group calls this before each step. The first group counts the steps of the block.
   __device__ void step(int group) {
     auto& mine = shared.groups[group];
     if (!mine.on) return;

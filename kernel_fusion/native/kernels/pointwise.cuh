@@ -1,5 +1,5 @@
-// y = dropout(scale * f(a, b)) over any strides. Reads a and b once, writes y once. In training it also writes a bit
-// per element if backward needs no more (Chain::bits), in y's order.
+// y = dropout(scale * f(a, b)) over any strides. The kernel reads a and b once and writes y once. In training it also
+// writes a bit for each element, in the order of y, if backward needs no more than that (Chain::bits).
 #pragma once
 
 #include "operands.cuh"

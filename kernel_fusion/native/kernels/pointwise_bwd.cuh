@@ -1,6 +1,6 @@
-// da and db of y = dropout(scale * f(a, b)), in y's shape, over any strides. The slope is recomputed and dropout's bits
-// are drawn again. Reads dy, a and b once, writes da and db once. If forward saved bits of the slope (Chain::bits), `a`
-// is these bits and there is no b.
+// da and db of y = dropout(scale * f(a, b)), in the shape of y, over any strides. The slope is computed again, and the
+// random bits of dropout are drawn again. The kernel reads dy, a and b once and writes da and db once. If forward saved
+// bits of the slope (Chain::bits), `a` is these bits and there is no b.
 #pragma once
 
 #include "operands.cuh"

@@ -1,7 +1,7 @@
-// da and db of y = dropout(scale * f(a, b)) for a row b: db, its sum over rows, is collected in registers in the same
-// pass. Reads dy and a (or bits, as in pointwise_bwd.cuh) once; writes da once, and a partial row of db per blockIdx.y,
-// which sum_partials.cuh adds up. Block (t, s) takes column tile t and, a group of lines at a time, rows s, s +
-// gridDim.y, ...
+// da and db of y = dropout(scale * f(a, b)) for a b that is one row. Its gradient, a sum over rows, is collected in
+// registers in the same pass. The kernel reads dy and a (or bits, as in pointwise_bwd.cuh) once, writes da once, and
+// writes a partial row of db for each blockIdx.y; sum_partials.cuh adds these up. Block (t, s) takes column tile t and,
+// as many lines of threads at a time, rows s, s + gridDim.y, ...
 #pragma once
 
 #include "pointwise_chain.cuh"

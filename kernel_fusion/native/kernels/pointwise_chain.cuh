@@ -23,7 +23,8 @@ template <class S, class Result> struct Chain {
     if constexpr (S::kDropout) dropper = Dropper(args.seed, args.dropout_last);
   }
 
-  // Times the scale, or zero. `position(e)` is element e's; aligned positions are consecutive from a multiple of kVec.
+  // Multiplies elements by the scale, or sets them to zero. `position(e)` is that of element e. Aligned positions follow
+  // each other from a multiple of kVec on.
   template <class Position> __device__ void scale_and_drop(Position&& position, A (&v)[kVec]) const {
 #pragma unroll
     for (int e = 0; e < kVec; ++e) v[e] *= scale;
@@ -53,7 +54,7 @@ template <class S, class Result> struct Chain {
     return pack;
   }
 
-  // From g, the gradient of f.
+  // The gradients of a and b, from g, the gradient of f.
   __device__ static void gradients(A g, A a, A b, A& da, A& db) {
     if constexpr (S::kCombine == Combine::kGate) {
       da = act::times_slope<Act, M>(g * b, a);

@@ -1,5 +1,6 @@
-// Codes and scales of the rows of v = activation(x) * other, or of x. A row stays in registers, as v, or is computed
-// twice for its scale. Reads x and other once, or twice; writes a byte per element, and v where it is kept.
+// Codes and scales of the rows of v = activation(x) * other, or of v = x. A row of v stays in registers, or is computed
+// twice: once for its scale. The kernel reads x and other once or twice. It writes a byte for each element, and v if that
+// is kept.
 #pragma once
 
 #include "codes.cuh"

@@ -1,6 +1,6 @@
-// out[o][c][i] = the sum, over divisor, of map(in[o][r][i]) over the rows r of chunk c, which takes a group of lines at
-// a time in turn with others. A second call adds up the chunks. Reads in once. Block (o * tiles + t, c) takes column
-// tile t of in[o].
+// out[o][c][i] is the sum of map(in[o][r][i]) over the rows r of chunk c, divided by a divisor. Chunks take some lines of
+// rows at a time, in turn. A second call adds up the chunks. The kernel reads `in` once. Block (o * tiles + t, c) takes
+// column tile t of in[o].
 #pragma once
 
 #include "shared/reduce_args.h"

@@ -1,11 +1,11 @@
-// out[row][c] = the sum, over divisor, of map(in[row][r]) over chunk c of the row; most rows have one chunk. A second
-// call adds up the chunks. Reads in once.
+// out[row][c] is the sum of map(in[row][r]) over chunk c of the row, divided by a divisor. Most rows have one chunk. A
+// second call adds up the chunks. The kernel reads `in` once.
 //
-// Element r of a chunk belongs to lane r / kVec % kLanes. A lane adds up its elements, a butterfly a warp's lanes,
-// another the warps: the order depends on the length alone. A row has kLanes threads: some lanes of a warp, each with
-// kEach rows at once, or the block.
+// Element r of a chunk belongs to lane r / kVec % kLanes. A lane adds up its elements, a butterfly the lanes of a warp, and
+// another one the warps, so the order depends on the length alone. A row has kLanes threads. These are some lanes of a
+// warp, each with kEach rows at once, or the whole block.
 //
-// Several chunks, or two coordinates of rows, are compiled in: divisions would take many registers.
+// Whether there are several chunks, or two coordinates of rows, is compiled in, because divisions take many registers.
 #pragma once
 
 #include "shared/reduce_args.h"
@@ -39,7 +39,7 @@ template <class S> struct Stretch {
     else return some(v, kVec);
   }
 
-  // The first `count` elements of vector v, then zeros.
+  // The vector v with its first `count` elements, and zeros behind them.
   __device__ Pack<In, kVec> some(int v, int count) const {
     Pack<In, kVec> pack{};
 #pragma unroll

@@ -3,8 +3,9 @@
 //
 //   y1 = x1 cos[i] - x2 sin[i], y2 = x2 cos[i] + x1 sin[i]
 //
-// A block has a token. A thread has kVec pairs, or kVec other columns, of a head, and goes on to other heads; a warp's columns
-// are those of few heads, so it finds its angles in L1. Bytes per element: x in, y out. kBackward turns dy the other way.
+// A block has a token. A thread has kVec pairs, or kVec other columns, of a head, and goes on to other heads. The columns of a
+// warp are those of few heads, so it finds its angles in L1. Bytes for each element: x in, y out. kBackward rotates dy the
+// other way.
 #pragma once
 
 #include "shared/rotary_args.h"

@@ -45,7 +45,7 @@ template <class S> struct HeadLane {
     }
   }
 
-  // Else zeros.
+  // The vector, or zeros if it is not there.
   template <int kAlign, bool kSure, class T> __device__ static void read_if(bool there, const T* p, Pack<T, kVec>& v) {
     if constexpr (kSure) {
       v = load<kAlign, kVec>(p);
@@ -93,7 +93,7 @@ template <class A, class T, int kVec> __device__ void widen_unit(const Pack<T, k
   }
 }
 
-// Two values by one instruction, in fp16 and bf16.
+// Rounds two values by one instruction, in fp16 and bf16.
 template <bool kRounds, class X, class A, int kCount> __device__ void round_all(A (&v)[kCount]) {
   if constexpr (kRounds) widen_pack(narrow_pack<X>(v), v);
 }
@@ -229,7 +229,8 @@ class HeadWalk {
   unsigned heads, tokens, heads_on, tokens_on, examples_on;
 };
 
-// A part's rows on this block: takes each from registers, loads the next one, and serves it.
+// Walks through the rows that this block has of query or of key. Each is taken from registers, and the next one is loaded
+// before it is computed.
 template <class S, class Heads> __device__ void walk(const RotaryNormArgs& args, int part, Heads& heads) {
   using Lane = HeadLane<S>;
   const unsigned block = part == 0 ? blockIdx.x : blockIdx.x - args.query_blocks;
@@ -252,7 +253,7 @@ template <class S, class Heads> __device__ void walk(const RotaryNormArgs& args,
   }
 }
 
-// A row's place, or instead of one past the end the first, of which nothing counts.
+// The place of a row. A row past the end has the place of the first one, of which nothing is stored then.
 struct RowPlace {
   unsigned example, token, head;
 
@@ -308,7 +309,7 @@ template <class S, class W> struct RotaryNormHeads {
     now.live = row.live;
   }
 
-  // All lanes of a warp call it.
+  // All lanes of a warp call this.
   __device__ void serve(Now& now) const {
     A squares = 0;
 #pragma unroll

@@ -48,7 +48,7 @@ template <class S, class W> struct RotaryNormBwdHeads {
     row.angles.read(at, RotaryToken<S>(args.rotary, place.example, place.token));
   }
 
-  // x, and dy turned back.
+  // x, and dy rotated back.
   __device__ void take(const Row& row, Now& now) const {
 #pragma unroll
     for (int i = 0; i < Lane::kHeld; ++i) {
@@ -60,7 +60,7 @@ template <class S, class W> struct RotaryNormBwdHeads {
     now.live = row.live;
   }
 
-  // All lanes of a warp call it.
+  // All lanes of a warp call this.
   __device__ void serve(Now& now) {
     auto& [x, g, dx, live] = now;
     A squares = 0, dot = 0;
@@ -97,7 +97,7 @@ template <class S, class W> struct RotaryNormBwdHeads {
     if (args.rotary.of[part].y) at.template write<S::kAlignOut>(dx, x);
   }
 
-  // The warp's heads are added by a butterfly, the block's warps in their order.
+  // A butterfly adds the heads of a warp, and the warps of the block are added in their order.
   __device__ void store_partials() {
     constexpr int kWarps = S::kThreads / 32;
     __shared__ A table[kWarps][S::kCols];

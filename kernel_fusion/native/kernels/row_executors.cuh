@@ -1,4 +1,4 @@
-// The executors of row operations: who reads a row of run-time length, and when.
+// The executors of row operations. They say which threads read a row of run-time length, and when.
 //
 //   resident   lanes of a warp, a block or a cluster hold the row in registers
 //   streamed   persistent blocks or clusters copy coming rows to shared memory (row_stream.cuh) and read each twice there
@@ -26,7 +26,7 @@
 
 namespace kf {
 
-// The row's numbers, from this warp's.
+// The two numbers of the row, from those of this warp.
 template <class P, class S, class A> __device__ Pair<A> join_warps(const DynamicPlace<S>& at, const Pair<A>& own) {
   if constexpr (S::kWarps == 1) return own;
   __shared__ A slots[S::kWarps][2];
@@ -119,7 +119,7 @@ template <class P, class S> __device__ void row_streamed(const typename P::Args&
     copy_pieces(full, wanted, PieceCopy<First>{{row.first + first_col}, to, last},
                 PieceCopy<Second>{{row.second + first_col}, to + First::kBytes, last});
   };
-  // A row whose tensors are in a slot.
+  // The policy of a row whose tensors are in a slot.
   const auto in_slot = [&](i64 index, int slot) {
     P row(args, index);
     const char* const from = ring + slot * kSlotBytes;
@@ -171,7 +171,7 @@ template <class P, class S> __device__ void row_streamed(const typename P::Args&
   stream.join();
 }
 
-// Runs an operation as its plan says.
+// Runs an operation by the executor that its plan names.
 template <template <class> class P, class S> __device__ void run_rows(const typename P<S>::Args& args) {
   if constexpr (S::kReading == Reading::kResident) row_resident<P<S>, S>(args);
   else if constexpr (S::kReading == Reading::kStreamed) row_streamed<P<S>, S>(args);

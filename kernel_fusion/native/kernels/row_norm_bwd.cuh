@@ -24,7 +24,7 @@
 
 namespace kf {
 
-// A sample's factor, or the last one's past the end, kept like x.
+// The factor of a sample, kept as x is. Past the end it is that of the last sample.
 template <class S, class T = Factor<S>> struct FactorOfRow {
   const Place<S>& at;
   const T* row;
@@ -48,11 +48,12 @@ template <class S> struct FactorOfRow<S, absent> {
   __device__ FactorOfRow(const RowNormBwdArgs&, const Place<S>&, i64) {}
 };
 
-// A warp with a row to itself stops after its rows; others go on with their block, and repeat the last row without
-// effect. So do single elements: the registers they save would let another block in, which slows RMSNorm down.
+// Whether a warp has a row to itself and stops after its rows. Others go on with their block, and repeat the last row
+// without effect. Rows of single elements go on, too: the registers that they would save would let another block in, which
+// slows RMSNorm down.
 template <class S> inline constexpr bool kAlone = S::kWarps == 1 && S::kLanes == 32 && S::kVec > 1;
 
-// A thread's part of a row, in registers if S::kResident.
+// The part of a row that a thread has, in registers if S::kResident.
 template <class S> struct BackwardRow {
   using A = typename S::Acc;
   using X = typename S::Row;
@@ -70,7 +71,7 @@ template <class S> struct BackwardRow {
   A mean, rstd;
   bool live;
 
-  // A sample's row, or the last one past the end.
+  // The row of a sample. Past the end it is the last one.
   __device__ void fetch(const RowNormBwdArgs& args, const Place<S>& at, i64 wanted) {
     live = wanted < args.rows;
     const i64 row = row_of_sample<S>(args, live ? wanted : args.rows - 1);
@@ -88,7 +89,7 @@ template <class S> struct BackwardRow {
     rstd = static_cast<const A*>(args.rstd)[row];
   }
 
-  // Whether the row counts.
+  // Whether the row exists, so that its gradients are stored and added up.
   __device__ bool is_live() const { return kAlone<S> || S::kRows == 1 || live; }
 
   __device__ Pack<X, kVec> x(const Place<S>& at, int i) const {
@@ -103,7 +104,7 @@ template <class S> struct BackwardRow {
     if constexpr (S::kResident) return held_dh[i];
     else return load_dh(args, at, row, i);
   }
-  // The pre-activation's argument, if there is one.
+  // The argument of the pre-activation, if there is one.
   __device__ auto pre_x(const RowNormBwdArgs& args, const Place<S>& at, i64 row, int i) const {
     if constexpr (kPresent<PreX>) {
       const auto* pre_x_row = static_cast<const PreX*>(args.pre_x) + row_offset<S::kStridedPreX>(args.pre_x_rows, row);
@@ -122,7 +123,7 @@ template <class S> struct BackwardRow {
   }
 };
 
-// A block's or cluster's, from its threads' sums.
+// The partial row of a block or a cluster, from the sums of its threads.
 template <class S>
 __device__ void store_partial_row(const RowNormBwdArgs& args, const Place<S>& at, Accumulators<S>& sums, char* shared) {
   using A = typename S::Acc;
@@ -160,7 +161,7 @@ __device__ void store_partial_row(const RowNormBwdArgs& args, const Place<S>& at
   }
 }
 
-// Stores v times `factor`, columns of a group's only row, in its gradient of type T.
+// Stores v times `factor` in a gradient of type T. These are columns of the only row of a group.
 template <class S, class T, class A>
 __device__ void store_gradient(const RowNormBwdArgs& args, void* gradients, int col, const A (&v)[S::kVec], A factor) {
   constexpr int kBytes = S::kCols * sizeof(T), kAlign = kBytes % 16 == 0 ? 16 : kBytes & -kBytes;
@@ -171,7 +172,7 @@ __device__ void store_gradient(const RowNormBwdArgs& args, void* gradients, int 
   store_cols<kAlign, S::kVec, S::kCols, Place<S>::kCovers>(row, col, narrow_pack<T>(products));
 }
 
-// Kept by a thread for all its rows.
+// The parameters and the column sums that a thread keeps for all its rows.
 template <class S> struct BackwardColumns {
   using A = typename S::Acc;
   using Row = BackwardRow<S>;
@@ -205,7 +206,7 @@ template <class S> struct BackwardColumns {
     }
   }
 
-  // A row's sums over this thread's columns; adds to the column sums.
+  // The sums of a row over the columns of this thread. The row is also added to the column sums.
   __device__ RowSums<A> first_pass(const Row& now, const FactorOfRow<S>& factor, const Normalize<S>& normalize, i64 row) {
     RowSums<A> row_sums{};
 #pragma unroll kUnroll
@@ -231,7 +232,7 @@ template <class S> struct BackwardColumns {
     return row_sums;
   }
 
-  // The gradients of a row, from its sums.
+  // Stores the gradients of a row, from its sums.
   __device__ void second_pass(const Row& now, const FactorOfRow<S>& factor, const Normalize<S>& normalize, i64 row, A total_g,
                               A total_gx) {
     const Derivative<S> derivative(normalize, total_g, total_gx);

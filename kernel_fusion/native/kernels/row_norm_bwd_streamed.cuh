@@ -52,7 +52,7 @@ __device__ void store_sums(const RowNormBwdArgs& args, const Place<S>& at, int g
   }
 }
 
-// A group's rows in its ring: what a slot has, how it is filled, how a thread reads it.
+// The rows of a group of threads in its ring: what a slot has, how it is filled, and how a thread reads it.
 template <class S> struct BackwardRing {
   using A = float;
   using Stream = RowStream<S, 2>;  // a row's statistics arrive separately
@@ -96,7 +96,7 @@ template <class S> struct BackwardRing {
   }
   __device__ auto x(i64 row, int slot, int i) const { return x_rows.at(row, slot, stream.at.col(i)); }
   __device__ auto other(i64 row, int slot, int i) const { return others.at(row, slot, stream.at.col(i)); }
-  // The pre-activation's argument, if there is one.
+  // The argument of the pre-activation, if there is one.
   __device__ auto pre_x(i64 row, int slot, int i) const {
     if constexpr (kPresent<typename S::PreX>) return other(row, slot, i);
     else if constexpr (S::kPreActivation != 0) return x(row, slot, i);
@@ -104,7 +104,7 @@ template <class S> struct BackwardRing {
   }
 };
 
-// A thread's two passes over a row, and what it keeps for all.
+// The two passes of a thread over a row, and the numbers that it keeps for all rows.
 template <class S> struct StreamedBackward {
   using A = float;
   using Ring = BackwardRing<S>;

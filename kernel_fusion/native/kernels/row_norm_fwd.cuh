@@ -16,7 +16,7 @@
 
 namespace kf {
 
-// y of a vector of a row.
+// Computes y of one vector of a row.
 template <class S> struct Affine {
   using A = typename S::Acc;
   A mean, rstd;
@@ -62,7 +62,8 @@ template <class S, class A> __device__ void store_stats(const RowNormFwdArgs& ar
   static_cast<A*>(args.rstd)[row] = rstd;
 }
 
-// The row of this thread's lanes, block or cluster: its place in each tensor, and its vectors by first column.
+// The row that the lanes, the block or the cluster of this thread have: its place in each tensor, and its vectors by their
+// first columns.
 template <class S> struct ForwardRow {
   using X = typename S::X;
   using Residual = typename S::Residual;
@@ -83,16 +84,16 @@ template <class S> struct ForwardRow {
     x = static_cast<const X*>(args.x) + row_offset<S::kStridedX>(args.x_rows, index);
     beside = static_cast<const Beside<S>*>(args.residual) + row_offset<S::kStridedResidual>(args.residual_rows, index);
   }
-  // Computed late, to save registers.
+  // This is computed late, to save registers.
   __device__ Residual* h() const { return static_cast<Residual*>(args.h) + offset(); }
   __device__ typename S::Y* y() const { return static_cast<typename S::Y*>(args.y) + offset(); }
-  // Computed once for narrow vectors; the compiler would do it for every store.
+  // This is computed once for narrow vectors. The compiler would compute it for every store.
   __device__ i64 offset() const { return P::kNarrow ? settled(index * S::kCols) : index * S::kCols; }
 
   template <bool kLast = false> __device__ Pack<X, kVec> load_x(int col) const {
     return load_cols<S::kAlignX, kVec, S::kCols, P::kCovers, kLast>(x, col);
   }
-  // Stage rows used before the norm, and after it.
+  // The rows of stages that are read before the norm, and those that are read after it.
   __device__ Pack<Addend<S>, kVec> load_addend(int col) const {
     if constexpr (kFactorLast<S>) return {};
     else return load_row<S, S::kAlignResidual>(beside, col);
@@ -119,7 +120,7 @@ template <class S> __device__ void put_moments(Exchange<S>& exchange, const Plac
   exchange.put(at.warp, at.lane, moments.mean, moments.squares);
 }
 
-// The same of the warps whose work this thread's warp does. Alone, it is the row's.
+// The same for all warps whose work this thread's warp does. If it does all, these are the moments of the row.
 template <class S> struct MomentsOfStretches : Moments<S> {
   Moments<S> of[S::kShares];
 };
@@ -138,7 +139,7 @@ __device__ void put_moments(Exchange<S>& exchange, const Stretches<S>& at, const
   for (int k = 0; k < S::kShares; ++k) exchange.put(at.of[k].warp, at.lane, moments.of[k].mean, moments.of[k].squares);
 }
 
-// From these to what makes y; also stores the row's statistics.
+// The numbers that make y, from the moments. The statistics of the row are stored, too.
 template <class S, class At, class M>
 __device__ Affine<S> affine_of_row(const RowNormFwdArgs& args, const At& at, const ForwardRow<S>& row, const M& moments) {
   using A = typename S::Acc;

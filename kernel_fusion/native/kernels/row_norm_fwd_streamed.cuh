@@ -12,7 +12,7 @@
 
 namespace kf {
 
-// Weight and bias of this thread's columns.
+// The weight and the bias of this thread's columns.
 template <class S> struct ColumnParameters {
   Pack<typename S::Weight, S::kVec> weights[Place<S>::kVectors];
   Pack<typename S::Bias, S::kVec> biases[Place<S>::kVectors];
@@ -26,7 +26,7 @@ template <class S> struct ColumnParameters {
   }
 };
 
-// y_at(i, y) makes this thread's i-th vector.
+// Stores y of a row. y_at(i, y) makes this thread's i-th vector.
 template <class S, class YAt> __device__ void store_y(typename S::Y* y_row, const Place<S>& at, YAt&& y_at) {
   if constexpr (S::kShifted) {
     store_shifted<S>(y_row, at, y_at);

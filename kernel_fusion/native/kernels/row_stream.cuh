@@ -1,4 +1,5 @@
-// How the streamed kernels read: a persistent block (or cluster, for long rows) streams rows through shared memory.
+// The way in which streamed kernels read. A persistent block, or for long rows a cluster, streams rows through shared
+// memory.
 //
 // A group of threads takes a row at a time, while coming rows are copied into its ring of kSlots slots. With three
 // slots or more it works on two rows: while a row's sums travel between warps and blocks, the first pass over the next
@@ -41,7 +42,7 @@ template <class T, int kAlign, int kCols, int kRowCols = 1> struct Piece {
 #pragma unroll 1
     for (int i = 1; i <= count; ++i) to[-i] = from[-i];
   }
-  // The address of the row's column 0.
+  // The address of column 0 of the row.
   __device__ const T* row_in(const char* slot, int first_col) const {
     return reinterpret_cast<const T*>(slot + lead()) - first_col;
   }
@@ -66,7 +67,7 @@ template <class P> struct PieceCopy {
   bool last;
 };
 
-// One thread starts copying `cols` columns, which arrive on `b`.
+// Starts copying `cols` columns, which arrive on `b`. One thread calls this.
 template <class... P> __device__ void copy_pieces(Mbarrier* b, int cols, const PieceCopy<P>&... copies) {
   constexpr bool kRest = (P::kRest || ...);
   const unsigned bytes = (copies.piece.copied_bytes(cols, copies.last) + ...);
@@ -79,7 +80,7 @@ template <class... P> __device__ void copy_pieces(Mbarrier* b, int cols, const P
   }
 }
 
-// A tensor's rows, in a block's columns: in memory, and in the slots.
+// The rows of a tensor in the columns of a block, in memory and in the slots.
 template <class S, class Stream, class T, int kAlign, bool kStrided = false> struct StreamedRows {
   using P = Piece<T, kAlign, Stream::kCols, S::kCols>;
   static constexpr int kBytes = P::kBytes;  // in a slot
@@ -135,7 +136,7 @@ template <class S, int kFills = 1, int kHelpers = 0, class P = Place<S>> struct 
   const P& at;
   int group, member;  // this thread, within the group
 
-  // Called by all threads of the block first.
+  // All threads of the block call this first.
   __device__ void init() const {
     if (member == 0) {
       if (group == 0) pacing.progress = 0;
@@ -158,7 +159,7 @@ template <class S, int kFills = 1, int kHelpers = 0, class P = Place<S>> struct 
   __device__ static bool is_combiner() { return kCombiner && warp() == kThreads / 32; }
   __device__ static bool is_producer() { return kProducer && warp() == kThreads / 32 + 1; }
 
-  // One of the threads that combine a row's sums.
+  // Whether this thread is one of those that combine the sums of a row.
   __device__ bool leader() const {
     if constexpr (!kCombiner) return at.leader();
     return at.lane == 0 && (S::kCluster == 1 || cluster_rank() == 0);
@@ -279,7 +280,7 @@ template <class S, int kFills = 1, int kHelpers = 0, class P = Place<S>> struct 
   }
 
  private:
-  // Whether this thread arrives for its warp.
+  // Whether this thread arrives on barriers for its warp.
   __device__ bool arrives() const { return kWarpArrivals == 32 || at.lane == 0; }
 
   // For branches of whole warps; the compiler then keeps once what a warp has once.

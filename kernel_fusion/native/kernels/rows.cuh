@@ -1,4 +1,4 @@
-// Row addressing in 64 bits, and the factor made of weight and offset.
+// The addresses of rows in 64 bits, the factor that weight and offset make, and stores of whole sectors.
 //
 // With S::kGrouped, groups of rows have their own weight, bias and residual gate (RowGroups): kernels count samples,
 // blockIdx.y names the group.
@@ -30,19 +30,19 @@ template <class S, class Args> __device__ i64 group_offset(const Args& args, i64
   else return 0;
 }
 
-// The row of a sample of this block's group.
+// The number of the row that a sample has in this block's group.
 template <class S, class Args> __device__ i64 row_of_sample(const Args& args, i64 sample) {
   if constexpr (S::kGrouped) return sample * args.groups.step + group_offset<S>(args, args.groups.inner);
   else return sample;
 }
 
-// Nothing for an absent tensor.
+// Loads a vector of a row. For an absent tensor it is empty.
 template <class S, int kAlign, class T> __device__ Pack<T, S::kVec> load_row(const T* row, int col) {
   if constexpr (kPresent<T>) return load_cols<kAlign, S::kVec, S::kCols, Place<S>::kCovers>(row, col);
   else return {};
 }
 
-// The weight of this block's group; likewise bias and gate.
+// The weight and the bias of this block's group.
 template <class S, class Args> __device__ const typename S::Weight* weight_of(const Args& args) {
   return static_cast<const typename S::Weight*>(args.weight) + group_offset<S>(args, args.groups.weight_pitch);
 }

@@ -127,7 +127,7 @@ template <class S> struct Softmax {
     }
   }
 
-  // The number subtracted: nothing if all are -inf.
+  // The number that is subtracted from logits. It is 0 if all are -inf.
   __device__ static A shift_of(A max) { return max == negative_infinity(A(0)) ? A(0) : max; }
 
   template <class At, int kVectors> __device__ static Pair<A> of_warp(const At&, int, Held (&held)[kVectors]) {
@@ -149,7 +149,7 @@ template <class S> struct Softmax {
     return {max, sum_lanes<S::kLanes>(sum_elements(sums))};
   }
 
-  // A maximum, and the sum of exponentials so far.
+  // The maximum of the vectors so far, and the sum of their exponentials.
   struct Running {
     A max = negative_infinity(A(0)), sum = 0;
 

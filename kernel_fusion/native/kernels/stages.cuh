@@ -23,14 +23,15 @@ template <class S> using Factor = typename S::Gate;
 template <class S> inline constexpr bool kFactorFirst = kPresent<Factor<S>> && S::kGateFirst;
 template <class S> inline constexpr bool kFactorLast = kPresent<Factor<S>> && !kFactorFirst<S>;
 
-// Whether h is normalised, and whether it differs from x.
+// Whether h is the tensor that is normalised, and whether it differs from x.
 template <class S> inline constexpr bool kAddsResidual = kPresent<typename S::Residual>;
 template <class S> inline constexpr bool kChangesX = S::kPreActivation != 0 || S::kDropout != 0 || kFactorFirst<S>;
 
 template <class S> using ResidualGate = typename S::ResidualGate;
 template <class S> inline constexpr bool kGatesResidual = kPresent<ResidualGate<S>>;
 
-// First and last factor; what forward reads beside x before the norm, and at all.
+// The types of a first and of a last factor, of the row that forward reads beside x before the norm, and of the one that
+// it reads anywhere. A row that is absent has the type `absent`.
 template <class S> using FirstFactor = If<kFactorFirst<S>, Factor<S>>;
 template <class S> using LastFactor = If<kFactorLast<S>, Factor<S>>;
 template <class S> using Addend = typename PresentOr<typename S::Residual, FirstFactor<S>>::type;
@@ -74,7 +75,7 @@ template <int kCode, class M, class A, int kVec> __device__ void multiply_slope(
 // act(gate)
 template <class S, class M, class A, int kVec> __device__ void factor_of(A (&v)[kVec]) { activate<S::kGateActivation, M>(v); }
 
-// The gradient at the row `at`, from that at the factor.
+// Turns the gradient g at the factor into the gradient of the factor's row `at`.
 template <class S, class M, class A, int kVec> __device__ void times_factor_slope(A (&g)[kVec], const A (&at)[kVec]) {
   multiply_slope<S::kGateActivation, M>(g, at);
 }
@@ -107,7 +108,7 @@ template <class S> struct Roundings {
     else return v;
   }
 
-  // The same for a vector, by pairs.
+  // The same for a vector, two elements at a time.
   template <int kVec> static __device__ void all(A (&v)[kVec]) { widen_pack(narrow_pack<Normalized>(v), v); }
 };
 
@@ -133,7 +134,7 @@ template <class S> struct Dropout {
   }
 };
 
-// The normalised row, from x and a residual or a factor.
+// The row that is normalised, from x and a residual or a factor.
 template <class S> struct Before {
   using A = typename S::Acc;
   using Row = typename S::Row;
@@ -153,12 +154,12 @@ template <class S> struct Before {
     }
   }
 
-  // v times a first factor.
+  // Multiplies v by a first factor.
   template <class T> __device__ void multiply(const Pack<T, kVec>& pack, A (&v)[kVec]) const {
     if constexpr (kFactorFirst<S>) multiply_factor<S, M>(pack, v);
   }
 
-  // Zero past the row's end, as the sums expect.
+  // Past the end of the row this is zero, as the sums expect.
   __device__ Pack<Row, kVec> operator()(const Pack<typename S::X, kVec>& x, const Pack<Addend<S>, kVec>& beside, i64 row,
                                         int col, const Pack<ResidualGate<S>, kVec>& gate = {}) const {
     if constexpr (!kAddsResidual<S> && !kChangesX<S>) {

@@ -1,7 +1,8 @@
-// out[c] = sum over p of partials[p][c], in a fixed order: the finish of every column sum.
+// out[c] is the sum of partials[p][c] over p, in a fixed order. Every sum of columns ends with this kernel.
 //
-// A block takes 32 columns, 8 lanes with 4 each, so a warp reads 4 partial rows at a time. Each thread adds partials d,
-// d + kDepth, ..., then shuffles add a warp's and shared memory the block's. blockIdx.y chooses one of two sums.
+// A block takes 32 columns. 8 lanes have 4 columns each, so a warp reads 4 partial rows at a time. Each thread adds partial
+// rows d, d + kDepth, ... Then shuffles add the sums of a warp, and shared memory brings together those of the block.
+// blockIdx.y chooses one of two sums.
 #pragma once
 
 #include "shared/row_norm_args.h"
@@ -9,7 +10,7 @@
 
 namespace kf {
 
-// All groups may have more columns than an int counts.
+// All groups together may have more columns than an int counts.
 template <int kCols> struct ColumnIndex {
   using type = int;
 };

@@ -6,7 +6,7 @@
 
 namespace kf {
 
-// A reduction's terms.
+// The function of the elements that a reduction adds up.
 __device__ inline float magnitude(float v) { return fabsf(v); }
 __device__ inline double magnitude(double v) { return fabs(v); }
 
@@ -44,7 +44,7 @@ template <class S> struct Tile {
   __device__ Tile() : lane(threadIdx.x % S::kLanes), line(threadIdx.x / S::kLanes) {}
   __device__ i64 col(i64 tile) const { return (tile * S::kLanes + lane) * S::kVec; }
 
-  // Adds up the lines, into line 0. Every thread of the block calls it.
+  // Adds up the lines of threads into line 0. Every thread of the block calls this.
   template <class A> __device__ void add_lines(A (&sums)[S::kVec]) const {
     static_assert((kLines & (kLines - 1)) == 0);
     if constexpr (kLines > 1) {

@@ -1,4 +1,4 @@
-// The canonical reduction tree of a row, and who executes it.
+// The canonical reduction tree of a row, and the threads that execute it.
 //
 // A row of kCols columns is cut into vectors of kVec, which divides kCols, vectors into chunks of kLanes, and chunks
 // into kWarps stretches, as even as possible, longer ones first. In its stretch, vector j belongs to lane j % kLanes.
@@ -91,7 +91,7 @@ template <class S> struct Place {
     return i < kShare || warp < kMore ? col : S::kCols;
   }
 
-  // Columns of warp w.
+  // How many columns warp w has.
   __device__ static int cols_of(int w) {
     if constexpr (kCovers) return kVectors * kChunk;
     return max(0, min(start(w + 1), S::kCols) - start(w));
@@ -109,7 +109,7 @@ template <class S> struct Place {
                                          : fewer;
   }
 
-  // This block's first column, and their number.
+  // The first column of this block, and how many columns it has.
   __device__ static int block_begin() { return S::kCluster > 1 ? start(static_cast<int>(cluster_rank()) * kLocalWarps) : 0; }
   __device__ static int block_cols() {
     if constexpr (kCovers) return kLocalWarps * kVectors * kChunk;
@@ -176,7 +176,7 @@ __device__ constexpr int power_of_two(int n) {
   return p;
 }
 
-// How two numbers of a row are joined.
+// The ways in which two numbers of a row are joined.
 struct Sum {
   template <class A> __device__ A operator()(A a, A b) const { return a + b; }
 };
@@ -213,7 +213,7 @@ template <int kLanes, class A> __device__ void sum_lanes(A& first, A& second) {
   }
 }
 
-// Two numbers that a warp, or a row, leaves.
+// The two numbers that a warp, or a row, leaves.
 template <class A> struct Pair {
   A first, second;
 };

@@ -51,7 +51,7 @@ template <class A> __device__ A widen(f16 v) {
   return r;
 }
 
-// Rounds to nearest even.
+// Rounds to the nearest number, and a tie to the even one.
 template <class T> __device__ T narrow(float v);
 template <> __device__ inline f32 narrow<f32>(float v) { return v; }
 template <> __device__ inline f64 narrow<f64>(float v) { return v; }

@@ -46,7 +46,7 @@ __device__ inline void widen_pair(f16, unsigned pair, float& low, float& high) {
   asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}" : "=f"(low), "=f"(high) : "r"(pair));
 }
 
-// A pack in the compute type.
+// The elements of a pack in the compute type.
 template <class A, class T, int kVec> __device__ void widen_pack(const Pack<T, kVec>& pack, A (&v)[kVec]) {
   if constexpr (sizeof(T) == 2 && sizeof(A) == 4 && kVec % 2 == 0) {
 #pragma unroll
@@ -62,7 +62,7 @@ template <class A, int kVec> __device__ void widen_pack(const Pack<b1, kVec>& pa
   for (int e = 0; e < kVec; ++e) v[e] = pack.v >> e & 1 ? A(1) : A(0);
 }
 
-// Makes the compiler widen where a pack is used, not before a loop.
+// Makes the compiler widen a pack where it is used, and not before a loop.
 template <class T, int kVec> __device__ void keep_packed(Pack<T, kVec>& pack) {
   if constexpr (sizeof(T) == 2 && kVec % 2 == 0) {
 #pragma unroll
@@ -157,7 +157,7 @@ template <int kVec> __device__ void store_bits(void* base, i64 i, i64 size, Pack
   if (i % 8 == 0 && i < size) static_cast<unsigned char*>(base)[i / 8] = static_cast<unsigned char>(byte);
 }
 
-// One store instruction: the compiler may split a plain one.
+// Stores by one instruction. The compiler might split a plain store.
 __device__ inline void store_word(void* p, unsigned char v) { *static_cast<unsigned char*>(p) = v; }
 __device__ inline void store_word(void* p, unsigned short v) { *static_cast<unsigned short*>(p) = v; }
 __device__ inline void store_word(void* p, unsigned v) { *static_cast<unsigned*>(p) = v; }
