@@ -129,6 +129,9 @@ def _softmax_kernels() -> Iterator[Kernel]:
             yield SoftmaxSpec(t, "b8", True), SoftmaxAccess(vec, capacity, x, RowAccess(1, True))
             additive = SoftmaxSpec(t, "f32" if t != "f64" else t, True)
             yield additive, SoftmaxAccess(vec, capacity, RowAccess(ITEMSIZE[t], True), RowAccess(8, True))
+            if capacity >= 4096:  # longer rows take other plans where there is but a mask, or a diagonal
+                yield SoftmaxSpec(t, None, True), SoftmaxAccess(vec, capacity, x)
+                yield replace(additive, causal=False), SoftmaxAccess(vec, capacity, x, RowAccess(8, True))
     yield SoftmaxSpec("bf16", "bf16"), SoftmaxAccess(8, 512, mask_repeats=True)
     yield SoftmaxBwdSpec("f32", "bf16", "bf16"), SoftmaxAccess(8, 512)
 

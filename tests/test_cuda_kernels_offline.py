@@ -124,8 +124,8 @@ def _staged_norms(arch: int) -> Iterator[Kernel]:
     """Each direction with some stages; of the architectures one of each generation."""
     if arch not in (80, 90, 120):
         return
-    # Rounding and gates also beside float32 parameters, which take the most registers.
-    beside_f32 = [_STAGES[name] for name in ("hf", "gate-f32", "gate-first-f32")]
+    # Rounding, gates and an expensive activation also beside float32 parameters, which take the most registers.
+    beside_f32 = [*(_STAGES[name] for name in ("hf", "gate-f32", "gate-first-f32")), {"pre_activation": "gelu"}]
     wanted = [*product(_STAGED_LENGTHS, ["bf16"], _STAGES.values()), *product(_STAGED_LENGTHS, ["f32"], beside_f32)]
     for cols, weight, stages in wanted:
         for spec in planner.family(cols, "bf16", weight, **{"rms": False, **stages}):

@@ -44,7 +44,7 @@ def _candidates(facts: Facts) -> Iterator[Plan | None]:
         yield _read_twice(facts, _one_block(facts, tree).narrowed(spec.cols, in_16_bytes))
     wide_beside = spec.beside is not None and ITEMSIZE[spec.beside] > facts.itemsize
     most = 24 if spec.changes_x and (spec.residual or wide_beside) else _MAX_STREAMED_ELEMENTS
-    if tree.cluster > 1 and tree.elements <= most and spec.acc == "f32":
+    if tree.cluster > 1 and tree.elements <= facts.tuned("streamed_elements", most) and spec.acc == "f32":
         # x comes from shared memory and parameters from registers, so only y may require shorter vectors.
         streamed = tree if spec.has_stages else tree.narrowed(spec.cols, (spec.y,))
         yield _streamed(facts.also(few_warps=False).of(streamed))

@@ -25,7 +25,6 @@ _PIECE_BYTES = 32768  # of one tensor, that a block of a cluster streams at best
 # Slots that a stream needs, and shared memory for its barriers and sums at most.
 _LEAST_SLOTS, _BARRIER_BYTES = 2, 6144
 _NO_RING = Ring()
-_UNROLL = 4  # vectors at a time of a row that is read twice
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,7 @@ class RowPlan(Launch):
         warps: of a row, over all blocks of its cluster.
         vectors: a thread's, at most; 0 for rows that are read twice.
         dealt: whether a row's chunks are dealt to its warps in turn, instead of a stretch to each.
+        unroll: vectors at a time, of rows that are read twice.
         ring: how rows pass through shared memory.
     """
 
@@ -46,6 +46,7 @@ class RowPlan(Launch):
     warps: int
     vectors: int = 0
     dealt: bool = False
+    unroll: int = 4
     ring: Ring = _NO_RING
 
     def __str__(self) -> str:
@@ -87,7 +88,8 @@ def streamed_plan(
         most: elements that a thread holds.
     """
     itemsizes = [ITEMSIZE[dtype] for dtype in dtypes]
-    wanted = power_of_two(ceil_div(capacity * vec * max(itemsizes), _PIECE_BYTES))
+    pieces = ceil_div(capacity * vec * max(itemsizes), _PIECE_BYTES), ceil_div(capacity * vec, _STREAM_THREADS * most)
+    wanted = power_of_two(max(pieces))
     clusters = [min(MAX_CLUSTER, wanted)]
     if clusters[0] < wanted and device.arch == 90:
         clusters.append(2 * MAX_CLUSTER)
@@ -118,14 +120,14 @@ def _streamed_by(
     )
 
 
-def twice_plan(threads: int) -> RowPlan:
-    """Rows that a block reads twice."""
-    return RowPlan(threads=threads, reading="twice", lanes=32, warps=threads // 32, dealt=True)
+def twice_plan(threads: int, unroll: int) -> RowPlan:
+    """Rows that a block reads twice; each thread takes `unroll` vectors at a time."""
+    return RowPlan(threads=threads, reading="twice", lanes=32, warps=threads // 32, dealt=True, unroll=unroll)
 
 
 def row_constants(plan: RowPlan, vec: int, aligned: Mapping[str, RowAccess]) -> dict[str, int | str]:
     """The constants of a row kernel; `aligned` has its tensors' accesses by the names of their types."""
-    known: dict[str, int | str] = {"kVec": vec, "kUnroll": _UNROLL, "kRows": plan.per_block, "kGrouped": 0}
+    known: dict[str, int | str] = {"kVec": vec, "kUnroll": plan.unroll, "kRows": plan.per_block, "kGrouped": 0}
     known |= constants(plan, "threads", "lanes", "warps", "cluster", "vectors", "dealt", "reading")
     known |= constants(plan.ring, "slots", "helpers")
     known["kPaceTolerance"] = plan.ring.pace.tolerance if plan.ring.pace else 0

@@ -11,8 +11,6 @@ from kernel_fusion.core.other_specs import RowAccess, SoftmaxAccess, SoftmaxBwdS
 from kernel_fusion.core.spec import ITEMSIZE, VECTOR_BYTES
 
 _MAX_THREADS = 1024
-# Elements that a thread of a streamed row holds, at most.
-_ELEMENTS, _MASKED_ELEMENTS = 64, 32
 _RESIDENT_BYTES = 32768  # of a row of forward; longer ones stream
 _RING = Ring(slots=4, helpers=2, pace=Pace(tolerance=7))
 
@@ -27,12 +25,36 @@ def plan(spec: SoftmaxSpec | SoftmaxBwdSpec, access: SoftmaxAccess, device: Devi
         return resident
     # Forward reads rows of half vectors twice, which takes less time than to stream them.
     if spec.acc == "f32" and (backward or access.vec * itemsize != VECTOR_BYTES // 2):
-        plain = isinstance(spec, SoftmaxBwdSpec) or not (spec.mask or spec.causal)
-        streamed = streamed_plan(
-            access.capacity, access.vec, tensors, device, _RING, _ELEMENTS if plain else _MASKED_ELEMENTS
-        )
+        most = _streamed_elements(spec, access.vec, device)
+        streamed = streamed_plan(access.capacity, access.vec, tensors, device, _RING, most)
         resident = streamed or resident
-    return resident or twice_plan(_MAX_THREADS // 2 if itemsize == 8 else _MAX_THREADS)
+    threads = _MAX_THREADS // 2 if itemsize == 8 else _MAX_THREADS
+    return resident or twice_plan(threads, _unroll(spec, access.vec, device))
+
+
+def _adds_below_a_diagonal(spec: SoftmaxSpec | SoftmaxBwdSpec) -> bool:
+    """Whether an additive mask meets causal rows, which takes the most registers."""
+    return isinstance(spec, SoftmaxSpec) and spec.causal and spec.mask not in (None, "b8")
+
+
+def _streamed_elements(spec: SoftmaxSpec | SoftmaxBwdSpec, vec: int, device: Device) -> int:
+    """Elements that a thread of a streamed row holds, at most: more spill. Single elements take an address each."""
+    if isinstance(spec, SoftmaxBwdSpec):
+        return 64
+    plain, single, narrow = not (spec.mask or spec.causal), vec == 1, device.arch >= 100
+    if _adds_below_a_diagonal(spec) and (single or narrow):
+        return 16
+    if single and not (plain and not narrow):
+        return 16 if narrow else 24
+    return 64 if plain else 32
+
+
+def _unroll(spec: SoftmaxSpec | SoftmaxBwdSpec, vec: int, device: Device) -> int:
+    """Vectors at a time of a row that is read twice. Four of fp16 or bf16 beside those of a mask, causal, spill."""
+    if isinstance(spec, SoftmaxBwdSpec) or not (spec.mask and spec.causal) or vec * ITEMSIZE[spec.x] != VECTOR_BYTES:
+        return 4
+    spills = device.arch < 100 or (spec.x == "f16" and _adds_below_a_diagonal(spec))
+    return 2 if spills and ITEMSIZE[spec.x] == 2 else 4
 
 
 def _resident(spec: SoftmaxSpec | SoftmaxBwdSpec, access: SoftmaxAccess, device: Device) -> RowPlan | None:
@@ -44,8 +66,9 @@ def _resident(spec: SoftmaxSpec | SoftmaxBwdSpec, access: SoftmaxAccess, device:
     elements = 32 // itemsize if whole else 16 if itemsize < 8 else 8
     if causal and itemsize == 4 and whole:
         elements *= 2
-    # 64 registers (fp64: 128) hold this beside a mask. Vectors in pieces need some, and fp32 on sm_120.
-    roomy = whole and (itemsize == 2 or device.arch < 120)
+    # 64 registers (fp64: 128) hold this beside a mask. Vectors in pieces need some, and fp32 on sm_120; before sm_90 an
+    # additive mask with causal rows does.
+    roomy = whole and (itemsize == 2 or device.arch < 120) and (device.arch >= 90 or not _adds_below_a_diagonal(spec))
     most = 8 if itemsize == 8 else 32 if roomy else 24
     if backward:  # it holds two tensors
         elements = elements if whole else elements // 2
@@ -65,8 +88,9 @@ def _resident(spec: SoftmaxSpec | SoftmaxBwdSpec, access: SoftmaxAccess, device:
     plain = isinstance(spec, SoftmaxSpec) and spec.mask is None and spec.acc == "f32" and whole
     if plain and vectors <= 3 and vectors * access.vec <= 16 and device.arch == 90:
         threads = 2048  # of 32 registers
-    # Dealt chunks of single fp32 elements take longer.
-    return resident_plan(lanes, vectors, threads, dealt=whole or causal or itemsize == 2)
+    # Dealt chunks of single fp32 elements take longer; stretches of many spill in backward from sm_100 on.
+    spills = backward and access.vec == 1 and vectors >= 8 and device.arch >= 100
+    return resident_plan(lanes, vectors, threads, dealt=whole or causal or itemsize == 2 or spills)
 
 
 def source(spec: SoftmaxSpec, access: SoftmaxAccess, plan: RowPlan) -> Source:
