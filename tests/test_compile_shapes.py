@@ -81,7 +81,7 @@ def _turned_by_positions(x: Tensor, backend: str | None = None) -> Tensor:
     return kf.rope(x, angles.cos(), angles.sin(), positions=positions, unsqueeze_dim=2, backend=backend)
 
 
-_MORE = (
+MORE = (
     _modulated("modulated_layer_norm", "sample", _sample),
     _modulated("modulated_rms_norm", "sample-weight", _sample, "weight"),
     _modulated("modulated_rms_norm", "token", _tokens),
@@ -104,7 +104,7 @@ _QUICK += ("add_modulated_layer_norm-token", "rms_norm-row-False", "gated_rms_no
 
 def _functions(*quick: str) -> pytest.MarkDecorator:
     """Each function; the named ones are in the quick set."""
-    every = (*VERBS.values(), *_MORE)
+    every = (*VERBS.values(), *MORE)
     marked = [pytest.param(verb, marks=() if verb.name in quick else pytest.mark.slow) for verb in every]
     return pytest.mark.parametrize("function", marked, ids=str)
 

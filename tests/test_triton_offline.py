@@ -98,7 +98,7 @@ def test_no_constant_depends_on_the_number_of_rows() -> None:
 
 # torch.compile asks Triton's driver for the GPU when it looks for what a kernel writes. Nothing is run: the compiled
 # graph raises.
-_TRACE = """
+_ABSENT_GPU = """
     import warnings
     warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
     warnings.filterwarnings("ignore", message="`torch.jit.script")  # PyTorch, of itself
@@ -109,11 +109,7 @@ _TRACE = """
     from kernel_fusion.backends import availability
     from kernel_fusion.backends.triton import plan
     from torch._dynamo.backends.common import aot_autograd
-    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
     from torch._functorch.partitioners import min_cut_rematerialization_partition
-    from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.exc import InductorError
-    from torch._inductor.scheduler import Scheduler
     from triton.backends.compiler import GPUTarget
 
     class Driver:
@@ -123,9 +119,16 @@ _TRACE = """
     triton.runtime.driver.set_active(Driver())
     plan.device_of = lambda device: plan.DeviceLimits(132, 32, 65536)
     availability.triton_is_interpreted = lambda: True  # lets CPU tensors pass for those of a GPU
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
     class Reached(Exception):
         pass
+"""
+_TRACE = f"""{_ABSENT_GPU}
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.exc import InductorError
+    from torch._inductor.scheduler import Scheduler
 
     graphs, ends = [], []
     schedule = Scheduler.__init__
@@ -141,7 +144,7 @@ _TRACE = """
         graphs.append([str(node.target) for node in nodes])
         of_kernels = [node.kwargs["constant_args_idx"] for node in nodes if "constant_args_idx" in node.kwargs]
         constants = [kernel_side_table.get_constant_args(index)["C"] for index in of_kernels]
-        assert all(eval(repr(of_kernel), {}) == of_kernel for of_kernel in constants)  # in Inductor's generated code
+        assert all(eval(repr(of_kernel), {{}}) == of_kernel for of_kernel in constants)  # in Inductor's generated code
         try:
             compile_fx_inner(graph, inputs)
         except InductorError as error:
@@ -158,7 +161,6 @@ _TRACE = """
         weights = kf.softmax(kf.bias_act(z, w, "gelu", backend="triton"), backend="triton")
         return kf.sum_squared(weights, -1, backend="triton")
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     backend = aot_autograd(fw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
     compiled = torch.compile(f, backend=backend, fullgraph=True, dynamic=True)
     w = torch.randn(256, requires_grad=True)
@@ -180,3 +182,57 @@ _TRACE = """
 def test_torch_compile_sees_the_kernels() -> None:
     """One graph for any number of rows, without a break, in which Inductor finds the kernels and orders them."""
     python(_TRACE, env={"TRITON_INTERPRET": None})
+
+
+_FOLLOWING = f"""{_ABSENT_GPU}
+    import sys
+    sys.path.insert(0, sys.argv[1])
+    from support import Target
+    from test_compile_shapes import MORE
+    from verbs import VERBS, results
+
+    def compiler(graph, inputs):
+        kernels.append(sum("triton_kernel_wrapper" in str(node.target) for node in graph.graph.nodes))
+        def run(*_):
+            raise Reached
+        return run
+
+    def spread(x, backend=None):
+        y = kf.layer_norm(x.double(), 64, group=dist.group.WORLD, backend=backend)
+        return kf.add_rms_norm(x, x.cos(), 64, group=dist.group.WORLD, backend=backend)[0] + y.float()
+
+    torch._dynamo.config.capture_dynamic_output_shape_ops = True
+    backend = aot_autograd(fw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
+    target, wanted = Target("cpu", "triton"), set(sys.argv[2:])
+    functions = {{str(f): ([s(4, 64) != s(5, 64) for s in f.arguments.values()], f.on(target), f.leaves(target, 6, 64))
+                 for f in (*VERBS.values(), *MORE)}}
+    functions["spread"] = [True], lambda x: spread(x, backend="triton"), [torch.randn(6, 64, requires_grad=True)]
+    mask = torch.tensor([1, 0, 1, 1, 0, 1], dtype=torch.bool)
+    for name, (of_rows, function, tensors) in functions.items():
+        if wanted and name not in wanted:
+            continue
+        def call(mask, *tensors):
+            return results(function(*(t[mask] if rows else t for t, rows in zip(tensors, of_rows))))
+        torch._dynamo.reset()
+        kernels = []
+        try:
+            torch.compile(call, fullgraph=True, backend=backend)(mask, *tensors)
+        except Reached:
+            pass
+        # A product of matrices is PyTorch's, and the definition sums over rows that nobody knows the number of.
+        assert name in ("attention_scores", "mean_abs") or all(kernels), (name, kernels)
+        assert kernels, name
+"""
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(["add_rms_norm", "modulated_rms_norm-rows", "mean_abs", "spread"], id="some"),
+        pytest.param([], id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_rows_that_follow_from_data(names: list[str]) -> None:
+    """With `backend="triton"` the rows of `x[mask]` are part of a full graph, in both directions, on the kernels."""
+    env = {"TRITON_INTERPRET": None, "PYTHONPATH": f"{_TESTS.parent}{os.pathsep}{_TESTS}"}
+    python(_FOLLOWING, _TESTS, *names, env=env)

@@ -25,7 +25,7 @@ class Groups:
     @property
     def step(self) -> int:
         """The distance from a row to the next row of its group."""
-        return self.count if self.inner == 1 else 1
+        return self.count if known(self.inner == 1) else 1
 
 
 def groups_of(input: Sequence[int], parameter: Sequence[int], num_dims: int) -> Groups | None:

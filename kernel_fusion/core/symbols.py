@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
+from torch import SymInt, Tensor
 from torch.compiler import is_compiling
 
 
@@ -29,6 +29,15 @@ def possible(condition: bool) -> bool:
     from torch.fx.experimental.symbolic_shapes import guard_or_true  # imports SymPy
 
     return guard_or_true(condition)
+
+
+def follows_from_data(size: int | SymInt) -> bool:
+    """Whether a size is a symbol for a number that follows from data."""
+    if isinstance(size, int):
+        return False
+    from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols  # imports SymPy
+
+    return has_free_unbacked_symbols(size)
 
 
 def alike(shape: Sequence[int], other: Sequence[int]) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from kernel_fusion.core import arguments, checks
+from kernel_fusion.core.symbols import known
 
 
 def needs_definition(values: Sequence[Tensor | None], others: Sequence[Tensor | None] = ()) -> bool:
@@ -34,7 +35,8 @@ def needs_definition(values: Sequence[Tensor | None], others: Sequence[Tensor | 
     if any(t is not None and t.dtype not in checks.FLOATING for t in values):
         return True
     return any(
-        t.layout != torch.strided or t.is_nested or t.numel() == 0 or t.device != tensors[0].device for t in tensors
+        t.layout != torch.strided or t.is_nested or known(t.numel() == 0) or t.device != tensors[0].device
+        for t in tensors
     )
 
 

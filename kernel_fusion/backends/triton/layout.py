@@ -12,6 +12,8 @@ from math import prod
 
 from torch import Tensor
 
+from kernel_fusion.core.symbols import known
+
 # How many dimensions the rows of a tensor may have for a kernel.
 _MAX_OUTER = 3
 
@@ -35,7 +37,7 @@ class RowLayout:
     @property
     def simple(self) -> bool:
         """Whether one stride is enough."""
-        return self.middle == 1 and self.inner == 1
+        return known(self.middle == 1) and known(self.inner == 1)
 
     def in_units(self, cols: int, *others: int) -> tuple[int, list[int]]:
         """Return the unit, and the numbers that kernels take: count, columns, middle, inner, and the tensors' strides.
@@ -53,7 +55,7 @@ class RowLayout:
 
 def unit(*lengths: int) -> int:
     """Return the largest power of two, at most 16, that divides all `lengths`."""
-    return next((u for u in (16, 8, 4, 2) if all(n % u == 0 for n in lengths)), 1)
+    return next((u for u in (16, 8, 4, 2) if all(known(n % u == 0) for n in lengths)), 1)
 
 
 def merge(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
@@ -65,9 +67,9 @@ def merge(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[list[
     """
     merged: list[tuple[int, ...]] = []  # size and strides
     for size, *steps in zip(sizes, *strides, strict=True):
-        if size == 1:
+        if known(size == 1):
             continue
-        if merged and all(outer == step * size for outer, step in zip(merged[-1][1:], steps, strict=True)):
+        if merged and all(known(outer == step * size) for outer, step in zip(merged[-1][1:], steps, strict=True)):
             size *= merged.pop()[0]
         merged.append((size, *steps))
     return [size for size, *_ in merged], [[dim[1 + i] for dim in merged] for i in range(len(strides))]
@@ -97,7 +99,7 @@ def rows_of(tensors: Sequence[Tensor], num_dims: int) -> tuple[list[Tensor], Row
     if not all(t.is_contiguous() for t in tensors):
         strides = [t.stride() for t in tensors]
         inner_sizes, inner_strides = merge(shape[split:], [s[split:] for s in strides])
-        whole = len(inner_sizes) == 0 or (len(inner_sizes) == 1 and all(s[0] == 1 for s in inner_strides))
+        whole = len(inner_sizes) == 0 or (len(inner_sizes) == 1 and all(known(s[0] == 1) for s in inner_strides))
         rows = outer_rows(*merge(shape[:split], [s[:split] for s in strides]))
         if whole and rows is not None:
             return list(tensors), rows
@@ -119,11 +121,11 @@ def memory_order(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> list
     def swaps(low: int, high: int) -> int:
         """1 if `low` belongs outside `high`, -1 if it belongs inside, and 0 if no operand says."""
         for of in strides:
-            if of[low] == 0 or of[high] == 0:
+            if known(of[low] == 0) or known(of[high] == 0):
                 continue
-            if of[low] != of[high]:
-                return 1 if of[low] > of[high] else -1
-            if sizes[low] > sizes[high]:
+            if not known(of[low] == of[high]):
+                return 1 if known(of[low] > of[high]) else -1
+            if known(sizes[low] > sizes[high]):
                 return 1
         return 0
 
@@ -146,5 +148,5 @@ def dense_strides(sizes: Sequence[int], order: Sequence[int]) -> list[int]:
     for dim in reversed(order):
         strides[dim] = step
         # An empty dimension counts as one of size 1, as in PyTorch.
-        step = step * (sizes[dim] if sizes[dim] != 0 else 1)
+        step = step * (1 if known(sizes[dim] == 0) else sizes[dim])
     return strides

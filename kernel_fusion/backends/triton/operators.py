@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kernel_fusion.backends.triton import quantize  # noqa: F401 - operators on kernels, without gradients
+from kernel_fusion.backends.triton import quantize, row_norm_parts  # noqa: F401 - further operators on kernels
 from kernel_fusion.backends.triton.pointwise import pointwise
 from kernel_fusion.backends.triton.reduce import reduce
 from kernel_fusion.backends.triton.rotary import qk_norm_rope

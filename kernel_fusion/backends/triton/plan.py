@@ -294,8 +294,9 @@ class DeviceLimits:
         There is one for each tile until a multiprocessor has four, and then one for every two tiles, because each
         program writes a row of partial sums.
         """
-        most, few = (max(1, self.processors * each // beside) for each in (plan.resident, 4))
-        # A traced number of rows is a symbol, whose value must not be asked for.
+        # A traced number of rows or of groups is a symbol, whose value must not be asked for.
+        shared_by = torch.sym_max(1, beside)
+        most, few = (torch.sym_max(1, self.processors * each // shared_by) for each in (plan.resident, 4))
         tiles = -(-rows // plan.rows)
         few = torch.sym_max(1, torch.sym_min(tiles, few))
         return torch.sym_min(most, torch.sym_max(few, tiles // 2))  # type: ignore[no-any-return]

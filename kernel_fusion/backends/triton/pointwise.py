@@ -22,6 +22,7 @@ from kernel_fusion.core import checks, dropout
 from kernel_fusion.core.activations import CODES
 from kernel_fusion.core.arguments import floating, is_seed, require
 from kernel_fusion.core.spec import compute_dtype, summed
+from kernel_fusion.core.symbols import broadcasts, known, possible, same
 
 _COMBINES = ("first", "add", "mul", "gate")
 
@@ -62,8 +63,9 @@ class Chain(NamedTuple):
         """Whether the kernels take these arguments."""
         a, b = self.a, self.b
         named = self.combine in _COMBINES and self.activation in CODES and (b is not None or self.combine == "first")
-        known = floating(a, b) and is_seed(self.seed) and 0.0 <= self.dropout_p <= 1.0
-        return named and known and a.numel() > 0 and (b is None or b.numel() > 0) and _broadcast(a, b)
+        right = floating(a, b) and is_seed(self.seed) and 0.0 <= self.dropout_p <= 1.0
+        filled = all(possible(t.numel() > 0) for t in (a, b) if t is not None)
+        return named and right and filled and _broadcast(a, b)
 
     def constants(self) -> dict[str, Any]:
         """Return the constants that kernels of both directions share."""
@@ -160,7 +162,7 @@ def backward(dy: Tensor, c: Chain, wants: Sequence[bool]) -> tuple[Tensor, Tenso
     takes = c.taken and len(wants) == 2 and floating(dy) and checks.shaped(c.shape, dy)
     require("triton_pointwise_bwd", [dy, c.a, c.b, c.seed], takes)
     walk = _walk(c)
-    cotangent = dy if list(dy.stride()) == walk.strides else walk.like(dy, dy.dtype).copy_(dy)
+    cotangent = dy if same(dy.stride(), walk.strides) else walk.like(dy, dy.dtype).copy_(dy)
     if c.b is not None and wants[1] and _is_row(walk):
         da, db = _backward_columns(cotangent, walk, c.seed, wants[0], c.constants())
         return da, db.view(c.b.shape)
@@ -169,7 +171,7 @@ def backward(dy: Tensor, c: Chain, wants: Sequence[bool]) -> tuple[Tensor, Tenso
         if t is None or not wanted:
             return c.a.new_empty(0)
         # The gradient of a broadcast operand is summed later. Until then it has the result's type, as in PyTorch.
-        return walk.like(dy, t.dtype if t.shape == dy.shape else c.dtype)
+        return walk.like(dy, t.dtype if same(t.shape, dy.shape) else c.dtype)
 
     da, db = gradient(c.a, wants[0]), gradient(c.b, wants[1])
     asked = {"da": wants[0], "db": c.b is not None and wants[1]}
@@ -246,4 +248,4 @@ def _broadcast(a: Tensor, b: Tensor | None) -> bool:
     if b is None:
         return True
     pairs = zip(reversed(a.shape), reversed(b.shape), strict=False)
-    return all(m == n or m == 1 or n == 1 for m, n in pairs)
+    return all(broadcasts(m, n) or known(n == 1) for m, n in pairs)

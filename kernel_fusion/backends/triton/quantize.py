@@ -23,7 +23,7 @@ from kernel_fusion.core.activations import CODES as ACTIVATIONS
 from kernel_fusion.core.arguments import floating, require
 from kernel_fusion.core.quantize import BLOCK, LARGEST, empty_scales
 from kernel_fusion.core.stages import NormCall
-from kernel_fusion.core.symbols import known
+from kernel_fusion.core.symbols import alike, known
 
 _named: Any = NamedTuple  # type checkers cannot follow derived names
 
@@ -48,8 +48,8 @@ def quantized_gate(
     gate: Tensor, value: Tensor, activation: str, dtype: torch.dtype, scale: Tensor | None, block: int, keeps: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the codes and the scales of activation(gate) * value, and this product, which is empty unless kept."""
-    alike = gate.shape == value.shape and gate.dtype == value.dtype and gate.dim() > 0
-    takes = alike and activation in ACTIVATIONS and floating(gate) and _fits(gate, dtype, scale, block)
+    same_kind = alike(gate.shape, value.shape) and gate.dtype == value.dtype and gate.dim() > 0
+    takes = same_kind and activation in ACTIVATIONS and floating(gate) and _fits(gate, dtype, scale, block)
     require("triton_quantized_gate", [gate, value, scale], takes)
     return _launch([gate, value], {"gated": True, "activation": activation}, (dtype, scale, block, keeps))
 
@@ -131,7 +131,7 @@ def _launch(
     first = tensors[0]
     values, scales = _empty(first, dtype, scale, block)
     y = first.new_empty(first.shape if keeps else 0)
-    if first.numel() == 0:
+    if known(first.numel() == 0):
         return values, scales.fill_(1.0), y
     tensors, rows = rows_of(tensors, 1)
     cols = first.shape[-1]

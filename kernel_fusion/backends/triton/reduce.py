@@ -21,6 +21,7 @@ from kernel_fusion.core import checks
 from kernel_fusion.core.activations import IDENTITY
 from kernel_fusion.core.arguments import floating, require
 from kernel_fusion.core.spec import cast, compute_dtype
+from kernel_fusion.core.symbols import follows_from_data, possible
 
 # The function of the elements, for each kind of reduction.
 _MAPS = {"sum_squared": "square", "mean_abs": "abs"}
@@ -46,7 +47,7 @@ def _takes(input: Tensor, dim: Sequence[int], kind: str, dtype: torch.dtype) -> 
     """Whether the kernels take this call."""
     ndim = input.dim()
     valid = ndim > 0 and all(-ndim <= d < ndim for d in dim) and len({d % ndim for d in dim}) == len(dim)
-    return valid and input.numel() > 0 and kind in _MAPS and floating(input) and dtype in checks.FLOATING
+    return valid and possible(input.numel() > 0) and kind in _MAPS and floating(input) and dtype in checks.FLOATING
 
 
 @operator("reduce_fwd")
@@ -159,6 +160,10 @@ def reduce(input: Tensor, dim: Sequence[int], keepdim: bool, kind: str, dtype: t
     """Return what `kernel_fusion::reduce` does, by the Triton kernels if they take the call."""
     args = (input, list(dim), keepdim, kind, dtype)
     if autograd.needs_definition([input]) or not _takes(input, dim, kind, dtype or input.dtype):
+        return torch.ops.kernel_fusion.reduce_reference(*args)  # type: ignore[no-any-return]
+    if any(
+        follows_from_data(input.shape[d]) for d in _canonical(dim, input.dim())
+    ):  # nobody knows how many launches add up the sums
         return torch.ops.kernel_fusion.reduce_reference(*args)  # type: ignore[no-any-return]
     if autograd.requires_grad(input):
         return Reduce.apply(*args)  # type: ignore[no-untyped-call,no-any-return]

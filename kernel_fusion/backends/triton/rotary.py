@@ -21,6 +21,7 @@ from kernel_fusion.core.arguments import floating, require
 from kernel_fusion.core.checks import shaped
 from kernel_fusion.core.rotary import Rotary, result_like, served_by_kernels
 from kernel_fusion.core.spec import compute_dtype
+from kernel_fusion.core.symbols import known
 
 
 def _takes(c: Rotary) -> bool:
@@ -45,7 +46,7 @@ def _tables(c: Rotary) -> tuple[Tensor, Tensor, int, list[int]]:
     cos, sin = c.cos, c.sin
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
-    strides = [cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1)]
+    strides = [0 if known(cos.shape[0] == 1) else cos.stride(0), cos.stride(1)]
     size = unit(*strides)
     return cos, sin, size, [stride // size for stride in strides]
 
@@ -54,7 +55,7 @@ def _position_strides(positions: Tensor | None) -> tuple[int, int]:
     """The strides of examples and of tokens in the tensor of positions."""
     if positions is None:
         return 0, 0
-    return positions.stride(0) if positions.shape[0] > 1 else 0, positions.stride(1)
+    return 0 if known(positions.shape[0] == 1) else positions.stride(0), positions.stride(1)
 
 
 @operator("qk_norm_rope_fwd")

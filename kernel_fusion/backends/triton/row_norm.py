@@ -36,6 +36,7 @@ from kernel_fusion.core.stages import (
     lacks_residual,
     other_row,
 )
+from kernel_fusion.core.symbols import possible
 
 
 class Operands(NamedTuple):
@@ -166,7 +167,7 @@ def _takes(
     rows = *others, *(given[name] for name in ROWS)
     shapes = checks.shaped(shape, *c.vectors) and checks.shaped(input.shape, *rows)
     types = floating(input, *c.vectors, *rows) and is_seed(stages.seed)
-    return shapes and types and input.numel() > 0 and 0.0 <= stages.dropout_p <= 1.0
+    return shapes and types and possible(input.numel() > 0) and 0.0 <= stages.dropout_p <= 1.0
 
 
 def _are_statistics(stats: Tensor, h: Tensor, num_dims: int, each: int) -> bool:
@@ -312,7 +313,7 @@ class Backward(NamedTuple):
             filled = *results[:2], *partials
             call.launch(row_norm_bwd, RowNormBackward, layout, filled, per_group, registers=registers, **parts)
         if whole:
-            _add_up(partials, programs, results, wants, call.groups > 1)
+            _add_up(partials, programs, results, wants, possible(call.groups > 1))
         elif any(wants[2:]):
             self.sum_columns(call, results, wants)
 
@@ -325,7 +326,7 @@ class Backward(NamedTuple):
         asked = dict(zip(_GRADIENTS[2:], wants[2:], strict=True)) | {"columns": True, "has_dh": False}
         filled = *results[:2], *partials
         call.launch(row_norm_bwd, RowNormBackward, layout, filled, beside, programs, **asked)
-        _add_up(partials, programs, results, wants, call.groups > 1)
+        _add_up(partials, programs, results, wants, possible(call.groups > 1))
 
     def _partials(self, size: int, wants: Sequence[bool]) -> list[Tensor]:
         """Memory for the partial rows of dweight and dbias, and of dgate; those of one sum have `size` elements."""

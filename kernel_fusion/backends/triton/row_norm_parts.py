@@ -27,6 +27,7 @@ from kernel_fusion.core.activations import IDENTITY
 from kernel_fusion.core.arguments import require
 from kernel_fusion.core.spec import compute_dtype
 from kernel_fusion.core.stages import Given, NormCall, norm_call, other_row
+from kernel_fusion.core.symbols import known, possible
 
 # A function that adds up a tensor over all ranks, in place.
 Join = Callable[[Tensor], None]
@@ -34,7 +35,7 @@ Join = Callable[[Tensor], None]
 
 def _memory(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
     """Memory for a kernel to fill, or zeros if `like` has no elements, for which no kernel runs."""
-    make = torch.empty if like.numel() > 0 else torch.zeros
+    make = torch.empty if known(like.numel() > 0) else torch.zeros
     return make(shape, dtype=dtype, device=like.device)
 
 
@@ -77,7 +78,7 @@ def moments(
     call = NormCall(input, residual, num_dims, None, None, 0.0, 0.0, input.dtype, rms, stages)
     sums = _sums(input, num_dims, rms)
     h = input.new_empty(0) if residual is None else input.new_empty(input.shape, dtype=residual.dtype)
-    if input.numel() > 0:
+    if possible(input.numel() > 0):
         require_forward("triton_row_norm_moments", call)
         may_shift = shift is not None and residual is None and _is_shifted(input, rms)
         _require_numbers("triton_row_norm_moments", input, shift, sums.numel() // 2 if may_shift else None)
@@ -95,7 +96,7 @@ def apply(sums: Tensor, shift: Tensor | None, call: NormCall) -> tuple[Tensor, T
     count = prod(h.shape[: h.dim() - num_dims])
     y = torch.empty(h.shape, dtype=call.out_dtype, device=h.device)
     stats = _memory(h, (1 if call.rms else 2) + shifted, count, dtype=compute_dtype(h.dtype))
-    if h.numel() > 0:
+    if possible(h.numel() > 0):
         require_forward("triton_row_norm_apply", call)
         _require_numbers("triton_row_norm_apply", h, sums, _num_sums(count, call.rms))
         _require_numbers("triton_row_norm_apply", h, shift, count if shifted else None)
@@ -120,7 +121,7 @@ def backward_sums(
     dweight, dbias = (
         _memory(h, *(shape if wanted else [0]), dtype=dtype) for dtype, wanted in zip(dtypes, wants[1:], strict=True)
     )
-    if h.numel() > 0:
+    if possible(h.numel() > 0):
         asked, shifted = [wants[0], False, *wants[1:], False], _is_shifted(h, call.rms)
         call.require("triton_row_norm_bwd_sums", asked, *dtypes, shifted=shifted)
         call.launch((sums, h, dweight, dbias, h), asked, part=True, shifted=shifted)  # h is not written
@@ -135,7 +136,7 @@ def backward_apply(sums: Tensor, wants: Sequence[bool], call: Backward) -> tuple
     dx, dother = (
         _memory(h, *(h.shape if wanted else [0]), dtype=dtype) for dtype, wanted in zip(dtypes, wants, strict=True)
     )
-    if h.numel() > 0:
+    if possible(h.numel() > 0):
         shifted = _is_shifted(h, call.rms)
         call.require("triton_row_norm_bwd_apply", [*wants, False, False, False], *dtypes, shifted=shifted)
         _require_numbers("triton_row_norm_bwd_apply", h, sums, _num_sums(call.stats.shape[1], call.rms))

@@ -15,6 +15,7 @@ from kernel_fusion.backends.triton.layout import RowLayout, merge, outer_rows, r
 from kernel_fusion.core.arguments import floating, require
 from kernel_fusion.core.checks import shaped
 from kernel_fusion.core.spec import cast, compute_dtype
+from kernel_fusion.core.symbols import known, possible
 
 
 def _layout(input: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, RowLayout]:
@@ -35,7 +36,7 @@ def _layout(input: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, 
 
 def _takes_forward(input: Tensor, mask: Tensor | None, causal: bool) -> bool:
     """Whether the kernel of forward takes this call."""
-    if input.dim() < 1 + causal or input.numel() == 0 or not floating(input):
+    if input.dim() < 1 + causal or known(input.numel() == 0) or not floating(input):
         return False
     return mask is None or _is_mask(mask, input)
 
@@ -66,7 +67,7 @@ def backward(dy: Tensor, y: Tensor, scale: float, leaves_out: bool) -> Tensor:
 
     With `leaves_out`, the mask or the diagonal left out elements. dx is then 0 if y is, even in a row with NaN.
     """
-    takes = y.dim() >= 1 and y.numel() > 0 and floating(dy, y) and shaped(y.shape, dy)
+    takes = y.dim() >= 1 and possible(y.numel() > 0) and floating(dy, y) and shaped(y.shape, dy)
     require("triton_softmax_bwd", [dy, y], takes)
     dy, y, cols = dy.contiguous(), y.contiguous(), y.shape[-1]
     dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
