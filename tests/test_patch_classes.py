@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,6 +126,60 @@ def test_caches_of_diffusers_know_a_patched_block() -> None:
     assert helpers.TransformerBlockRegistry.get(Block)._cls is Block
 
 
+def _flux() -> Any:
+    """A small transformer of diffusers."""
+    diffusers = pytest.importorskip("diffusers")
+    torch.manual_seed(0)
+    sizes = {"attention_head_dim": 16, "num_attention_heads": 2, "axes_dims_rope": (4, 4, 8)}
+    widths = {"in_channels": 4, "joint_attention_dim": 32, "pooled_projection_dim": 32}
+    return diffusers.FluxTransformer2DModel(patch_size=1, num_layers=2, num_single_layers=2, **sizes, **widths).eval()
+
+
+def _denoised(model: Any) -> Tensor:
+    """The results of three steps, between which the input hardly changes."""
+    found = []
+    for step in range(3):
+        torch.manual_seed(1)
+        x, text, pooled = torch.randn(1, 16, 4) + 1e-3 * step, torch.randn(1, 8, 32), torch.randn(1, 32)
+        places = {
+            "img_ids": torch.randn(16, 3),
+            "txt_ids": torch.randn(8, 3),
+            "timestep": torch.tensor([1 - step / 100]),
+        }
+        with torch.no_grad(), model.cache_context("cond"):
+            found.append(model(x, encoder_hidden_states=text, pooled_projections=pooled, **places).sample)
+    return torch.stack(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("FirstBlockCacheConfig", {"threshold": 10.0}),
+        ("MagCacheConfig", {"num_inference_steps": 3, "retention_ratio": 0.3, "mag_ratios": [1.0] * 3}),
+    ],
+)
+def test_caches_of_diffusers_serve_a_patched_model(name: str, options: Any) -> None:
+    """`enable_cache` before or after the patch skips the same blocks, and can be undone in either order."""
+    model = _flux()
+    config = getattr(pytest.importorskip("diffusers"), name)(**options)
+    whole = _denoised(model)
+    model.enable_cache(config)
+    cached = _denoised(model)
+    assert not torch.equal(cached, whole)
+    for first in (kf.patch, lambda patched: patched.enable_cache(config)):
+        patched = _flux()
+        first(patched)
+        kf.patch(patched)
+        if not patched.is_cache_enabled:
+            patched.enable_cache(config)
+        torch.testing.assert_close(_denoised(patched), cached)
+        patched.disable_cache()
+        torch.testing.assert_close(_denoised(patched), whole)
+        assert kf.unpatch(patched).left == []
+        assert torch.equal(_denoised(patched), whole)
+
+
 def test_what_wraps_a_patched_method_is_named_and_found_again() -> None:
     """diffusers' hooks keep the bound method of a module: it stays patched, and is restored once the hook is gone."""
     model = nn.Sequential(Layer(), Layer())
@@ -167,8 +223,79 @@ def test_a_model_that_fsdp1_has_wrapped_is_refused() -> None:
     assert python(_FLAT).stdout.split() == ["True"] * 12
 
 
-def test_code_that_asks_for_an_exact_class_sees_another() -> None:
-    """A patch promises `isinstance`, not `type(module) is Class`; the page says so."""
+_ASKING = """
+import torch
+from torch import nn
+
+class Norm(nn.LayerNorm):
+    pass
+
+def asks(module):
+    return type(module) is {kind}
+
+class Block(nn.Module):
+    kinds = (nn.Identity, Norm)
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(16, 16), Norm(16)
+
+    def forward(self, x):
+        {lines}
+        h = x + self.linear(x)
+        return self.norm(h) + (h if {question} else 1)
+
+TABLE = {{Block: 0, Norm: 0}}
+"""
+_KEPT = "asks for its exact class"
+
+
+def _asking() -> dict[str, tuple[str, str, str, str]]:
+    """Every question about a module and about its norm: what it asks for, lines before it, it, and what is left."""
+    found = {}
+    for subject, kind in ("self", "Block"), ("self.norm", "Norm"):
+        for asked in f"type({subject})", f"{subject}.__class__":
+            for question in (
+                f"{asked} is {kind}",
+                f"{kind} is not {asked}",
+                f"{asked} == torch.nn.Identity or {asked} == {kind}",
+                f"{asked} in [nn.Identity, {kind}]",
+                f"TABLE.get({asked})",
+                f"asks({subject})",
+            ):
+                found[question] = kind, "pass", question, "Norm" if "TABLE" in question else kind
+        found[f"a name of it, {kind}"] = kind, f"own = type({subject})", f"own is {kind}", kind
+    found["of the class"] = "Norm", "pass", "type(self.norm) in self.kinds", "Norm"
+    found["of all"] = "Norm", "pass", "any(type(child) is Norm for child in self.children())", "Norm"
+    found["for an unknown class"] = "Norm", "kind = Norm", "any(type(c) is kind for c in self.children())", "Norm"
+    return found
+
+
+def test_code_that_asks_for_an_exact_class_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules of a class that their own model's code asks for stay as they are, however it asks; others do not."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("sys.dont_write_bytecode", True)
+    cases = _asking()
+    harmless = ("isinstance(self.norm, Norm)", "type(self).__name__ == 'Block'", "type(x) is torch.Tensor", "TABLE")
+    cases |= {question: ("int", "pass", question, "") for question in harmless}
+    for place, (kind, lines, question, _) in enumerate(cases.values()):
+        (tmp_path / f"asking{place}.py").write_text(_ASKING.format(kind=kind, lines=lines, question=question))
+    importlib.invalidate_caches()
+    model = nn.ModuleList(importlib.import_module(f"asking{place}").Block() for place in range(len(cases)))
+    x = torch.randn(4, 16)
+    expected = [block(x) for block in model]
+    report = kf.patch(model)
+    for place, (name, (*_, left)) in enumerate(cases.items()):
+        torch.testing.assert_close(model[place](x), expected[place], msg=name)
+        own = [line for line in report.left if line.name.split(".")[0] == str(place)]
+        assert " ".join(sorted(line.kind for line in own)) == left, name
+        assert all(line.text.endswith(_KEPT) for line in own), name
+        replaced = {line.kind for line in report.replaced if line.name.split(".")[0] == str(place)}
+        assert ("Norm" in replaced) == ("Norm" not in left), name
+
+
+def test_other_code_that_asks_for_an_exact_class_sees_another() -> None:
+    """A patch promises `isinstance` to code outside the model, not `type(module) is Class`; the page says so."""
     model = nn.Sequential(nn.LayerNorm(16))
     kf.patch(model)
     assert isinstance(model[0], nn.LayerNorm)

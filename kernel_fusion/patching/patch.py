@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kernel_fusion.core import checks
-from kernel_fusion.patching import norm_fit, rewrite
+from kernel_fusion.patching import exact, norm_fit, rewrite
 from kernel_fusion.patching.activations import Known, fit_activation, fit_softmax, known_activation
 from kernel_fusion.patching.confirm import confirm
 from kernel_fusion.patching.examining import COMMUNICATES, Isolation, examining
@@ -96,6 +96,7 @@ def patch(
         named = [(name, module) for name, module in model.named_modules() if not _is_ours(module)]
         walk.report.model = type(model).__name__
         walk.report.already = sum(plan_of(module) is not None for _, module in named)
+        walk.exact = exact.kept([module for _, module in named])
         for name, module in named:
             if next(module.children(), None) is None:
                 walk.leaf(name, module, norms, activations)
@@ -160,6 +161,7 @@ class _Walk:
         self.layouts = {ONCE}  # of angles that functions can be given
         self.turned: set[str] = set()  # of angles that they are given
         self.plans: dict[nn.Module, Plan] = {}
+        self.exact: dict[type, str] = {}  # classes whose modules keep them, and why
         self.undo = contextlib.ExitStack()  # after an error, as of Ctrl-C
 
     def once(self, key: Any, examine: Callable[[], T], stopped: Callable[[str], Any] = lambda reason: None) -> T:
@@ -174,11 +176,15 @@ class _Walk:
         """The plan that a module has or will get."""
         return self.plans.get(module) or plan_of(module)
 
+    def hands_off(self, module: nn.Module) -> str | None:
+        """Why a module keeps its class, or None."""
+        return self.exact.get(original_class(type(module))) or _hands_off(module)
+
     def leaf(self, name: str, module: nn.Module, norms: bool, activations: bool) -> None:
         """Patch a norm, an activation or a softmax."""
         if self.plan(module) is not None or not (answer := self._form(module, norms, activations)):
             return
-        if not isinstance(answer, str) and (reason := _hands_off(module)):
+        if not isinstance(answer, str) and (reason := self.hands_off(module)):
             answer = reason
         if isinstance(answer, NormForm):
             form = answer
@@ -231,7 +237,7 @@ class _Walk:
     def angles(self, name: str, module: nn.Module) -> None:
         """Note a module that makes cos and sin."""
         form: Any = self.plan(module)
-        if form is None and _may_be_ours(module) and not too_large(module) and not _hands_off(module):
+        if form is None and _may_be_ours(module) and not too_large(module) and not self.hands_off(module):
             form = self.once(("angles", _kind(module)), lambda: fit_angles(module))
             if form is not None:
                 self.makers.append((name, module, form))
@@ -268,7 +274,7 @@ class _Walk:
         self._refuse(name, module, found, mlps, residuals)
         if acts or sites or turning:
             form = RewriteForm(tuple(dict.fromkeys(acts)), frozenset(sites), frozenset(turning))
-            self._settle(name, module, _hands_off(module) or form)
+            self._settle(name, module, self.hands_off(module) or form)
         elif (
             (mlps or residuals or rotary)
             and next(module.children(), None) is not None

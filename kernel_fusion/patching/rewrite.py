@@ -109,7 +109,7 @@ def without_text(kind: Any) -> str | None:
     """The method of a class whose text is not at hand, as of code that was compiled from a string, or None."""
     for name, method in methods_of(kind).items():
         try:
-            _source(inside(method))
+            source(inside(method))
         except (OSError, TypeError):
             if not name.startswith("__"):
                 return name
@@ -198,7 +198,7 @@ def _parse(function: types.FunctionType) -> ast.FunctionDef | None:
     if hasattr(function, "__wrapped__") or set(function.__code__.co_freevars) - {"__class__"}:
         return None
     try:
-        tree = ast.parse(_source(function)).body[0]
+        tree = ast.parse(source(function)).body[0]
     except (OSError, TypeError, SyntaxError):
         return None
     if not isinstance(tree, ast.FunctionDef) or _mangles(tree):
@@ -207,7 +207,8 @@ def _parse(function: types.FunctionType) -> ast.FunctionDef | None:
 
 
 @_weakly
-def _source(function: types.FunctionType) -> str:
+def source(function: types.FunctionType) -> str:
+    """The text of a function, from the first column on."""
     return textwrap.dedent(inspect.getsource(function))
 
 

@@ -1,0 +1,164 @@
+"""Which classes the code of a model asks for exactly, as `type(module) is Class` does: modules of those are left.
+
+A patched module has a subclass of its class, so such code would take another branch. The text of methods, and of the
+functions in their file that they call, shows the question: a comparison, or the key of a table. `isinstance` asks for
+no exact class.
+"""
+
+from __future__ import annotations
+
+import ast
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from kernel_fusion.patching.rewrite import methods_of, source
+from kernel_fusion.patching.swap import original_class
+from kernel_fusion.patching.wrappers import closure, inside
+
+_ASKS = frozenset({"type", "__class__"})
+_LOOK_UP = frozenset({"get", "index", "count", "pop", "setdefault"})  # methods of tables that take a key
+
+
+@dataclass(frozen=True)
+class Question:
+    """The texts of an object whose class is asked for, and of what it is compared with; None if a text is missing."""
+
+    function: types.FunctionType
+    subject: str | None
+    other: str | None
+
+
+def kept(modules: Sequence[nn.Module]) -> dict[type, str]:
+    """The classes that modules must keep, because code of some module asks for them, with the reason.
+
+    If it asks for one that its text does not show, these are the classes of all modules below it.
+    """
+    asks = {kind: _questions_of(kind) for kind in {original_class(type(module)) for module in modules}}
+    found: dict[type, str] = {}
+    for module in modules:
+        for question in asks[original_class(type(module))]:
+            asked = _classes_asked(module, question)
+            if asked is None:
+                asked = {original_class(type(each)) for each in module.modules()}
+            found.update(dict.fromkeys(asked, f"`{question.function.__qualname__}` asks for its exact class"))
+    return found
+
+
+def _questions_of(kind: type[nn.Module]) -> list[Question]:
+    """The questions that the methods of a class ask; PyTorch's own layers ask none."""
+    if kind.__module__.startswith("torch."):
+        return []
+    pending = [inside(method) for name, method in methods_of(kind).items() if name != "__init__"]
+    seen: set[types.CodeType] = set()
+    found: list[Question] = []
+    while pending:
+        function = pending.pop()
+        if function.__code__ in seen:
+            continue
+        seen.add(function.__code__)
+        names = {name for code in _codes(function.__code__) for name in code.co_names}
+        if names & _ASKS:
+            found += _questions(function)
+        called = (function.__globals__.get(name) for name in names)
+        pending += [f for f in called if isinstance(f, types.FunctionType) and f.__module__ == function.__module__]
+    return found
+
+
+def _classes_asked(module: nn.Module, question: Question) -> set[type] | None:
+    """The classes that a question of this module's code is about; None if that cannot be told."""
+    subject, other = (_value(module, question.function, text) for text in (question.subject, question.other))
+    found = set(_classes(other))
+    if found:
+        return found
+    if isinstance(other, _Unknown):
+        return None if isinstance(subject, _Unknown) else {original_class(type(subject))}
+    return set()
+
+
+class _Unknown:
+    """What a text stands for that cannot be told."""
+
+
+def _value(module: nn.Module, function: types.FunctionType, text: str | None) -> Any:
+    """What a text in a method of this module stands for."""
+    code = function.__code__
+    names = dict(zip(code.co_freevars, closure(function), strict=True))
+    if code.co_varnames[:1] == ("self",):
+        names["self"] = module
+    try:
+        tree = ast.parse(str(text), mode="eval")
+        local = {*code.co_varnames, *code.co_cellvars} - names.keys()
+        known = text is not None and not any(isinstance(n, ast.Name) and n.id in local for n in ast.walk(tree))
+        simple = not any(isinstance(n, ast.Call) for n in ast.walk(tree))
+        return eval(text, {**function.__globals__, **names}) if known and simple else _Unknown()  # type: ignore[arg-type]
+    except Exception:  # an attribute may be missing, or a property that raises
+        return _Unknown()
+
+
+def _classes(value: Any) -> Iterator[type]:
+    """The classes that a value is or has in it."""
+    if isinstance(value, type):
+        yield value
+    elif isinstance(value, dict | list | tuple | set | frozenset):
+        for each in value:
+            yield from _classes(each)
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Code and the code within it."""
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            yield from _codes(each)
+
+
+def _questions(function: types.FunctionType) -> Iterator[Question]:
+    """The questions in the text of a function."""
+    try:
+        tree = ast.parse(source(function))
+    except (OSError, TypeError, SyntaxError):
+        yield Question(function, None, None)
+        return
+    nodes = list(ast.walk(tree))
+    named = {
+        target.id: subject
+        for node in nodes
+        if isinstance(node, ast.Assign) and (subject := _subject(node.value, {}))
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+
+    def subject_of(node: ast.AST) -> str | None:
+        return _subject(node, named)
+
+    for node in nodes:
+        yield from (Question(function, *pair) for pair in _asked(node, subject_of))
+
+
+def _asked(node: ast.AST, subject_of: Callable[[ast.AST], str | None]) -> Iterator[tuple[str, str]]:
+    """The subject of a comparison, or of a look-up in a table, and what it is compared with."""
+    if isinstance(node, ast.Compare):
+        operands = [node.left, *node.comparators]
+        subjects = [subject for each in operands if (subject := subject_of(each))]
+        others = [ast.unparse(each) for each in operands if not subject_of(each)]
+        yield from ((subject, other) for subject in subjects for other in others)
+    elif isinstance(node, ast.Subscript) and (subject := subject_of(node.slice)):
+        yield subject, ast.unparse(node.value)
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _LOOK_UP:
+        keys = map(subject_of, node.args[:1])
+        yield from ((key, ast.unparse(node.func.value)) for key in keys if key)
+
+
+def _subject(node: ast.AST, named: dict[str, str]) -> str | None:
+    """The text of x in `type(x)` or `x.__class__`, or in a name of such; None of other nodes."""
+    if isinstance(node, ast.Name):
+        return named.get(node.id)
+    if isinstance(node, ast.Attribute) and node.attr == "__class__":
+        return ast.unparse(node.value)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "type":
+        return ast.unparse(node.args[0]) if len(node.args) == 1 else None
+    return None
