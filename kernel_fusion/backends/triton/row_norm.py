@@ -307,23 +307,23 @@ class Backward(NamedTuple):
         partials = self._partials(programs * call.groups * call.cols, wants)
         if wants[0] or wants[1] or whole:
             asked = [*wants[:2], *(whole and wanted for wanted in wants[2:])]
-            parts |= dict(zip(_GRADIENTS, asked, strict=True))
+            compiled = parts | dict(zip(_GRADIENTS, asked, strict=True))
             per_group = programs if whole else -(-count // layout.rows)
             registers = None if staged else device.registers_of(layout)
             filled = *results[:2], *partials
-            call.launch(row_norm_bwd, RowNormBackward, layout, filled, per_group, registers=registers, **parts)
+            call.launch(row_norm_bwd, RowNormBackward, layout, filled, per_group, registers=registers, **compiled)
         if whole:
             _add_up(partials, programs, results, wants, possible(call.groups > 1))
         elif any(wants[2:]):
-            self.sum_columns(call, results, wants)
+            self.sum_columns(call, results, wants, **parts)
 
-    def sum_columns(self, call: Operands, results: Sequence[Tensor], wants: Sequence[bool]) -> None:
+    def sum_columns(self, call: Operands, results: Sequence[Tensor], wants: Sequence[bool], **parts: Any) -> None:
         """Launch the kernel that sums columns and does nothing else; the arguments are as for `launch`."""
         device, layout = plan.device_of(self.h.device), plan.norm_columns(self.h.dtype.itemsize)
         beside = -(-call.cols // layout.block)
         programs = device.programs(layout, call.numbers[0], beside * call.groups)
         partials = self._partials(programs * call.groups * call.cols, wants)
-        asked = dict(zip(_GRADIENTS[2:], wants[2:], strict=True)) | {"columns": True, "has_dh": False}
+        asked = parts | dict(zip(_GRADIENTS[2:], wants[2:], strict=True)) | {"columns": True, "has_dh": False}
         filled = *results[:2], *partials
         call.launch(row_norm_bwd, RowNormBackward, layout, filled, beside, programs, **asked)
         _add_up(partials, programs, results, wants, possible(call.groups > 1))
