@@ -222,6 +222,7 @@ def right_triton_calls(device: str) -> dict[str, list[Arguments]]:
                                               "residual_gate")}}
             for call in calls["row_norm_bwd"]
         ],
+        "triton_quantized_row_norm": [call | {"out_dtype": torch.float32} for call in calls["quantized_row_norm"]],
         **_spread_calls(calls["staged_row_norm"]),
         "triton_pointwise_fwd": [call | {"out_dtype": None} for call in calls["pointwise"]],
         "triton_pointwise_bwd": [

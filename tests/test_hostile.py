@@ -78,6 +78,8 @@ def test_every_operator_has_right_calls() -> None:
 def test_hostile_arguments_of_triton(operator: str) -> None:
     """The same of every operator of the Triton backend."""
     fallback.define_triton()
+    for call in hostile.right_triton_calls(TRITON.device)[operator]:
+        assert hostile.judge(operator, call) == "served"
     for argument in hostile.argument_types(operator):
         _check(operator, argument, TRITON)
 
