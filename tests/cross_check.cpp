@@ -2,8 +2,10 @@
 //
 //   aarch64-linux-gnu-g++ -std=c++20 -O1 -w -isystem TORCH/include -isystem TORCH/include/torch/csrc/api/include
 //     tests/cross_check.cpp -o cross_check -L ARM/lib -lc10 -ltorch_cpu -ldl -Wl,--allow-shlib-undefined
-//   qemu-aarch64 -L /usr/aarch64-linux-gnu -E LD_LIBRARY_PATH=ARM/lib ./cross_check kernels.so 2.13.so
+//   qemu-aarch64 -L ROOT -E LD_LIBRARY_PATH=ARM/lib ./cross_check kernels.so 2.13.so
 //
+// ROOT has a link `lib` to /usr/aarch64-linux-gnu/lib, and a file `proc/cpuinfo` of an ARM machine: PyTorch reads that of the
+// host otherwise, finds no processor in it, and crashes in cpuinfo_arm_linux_init at its first operation.
 // TORCH is the folder `torch` of any PyTorch of that minor version. ARM/lib has libc10 and libtorch_cpu of the other
 // machine's wheel, and what these need: libcudart and libcupti, for example.
 #include <ATen/ATen.h>
@@ -13,6 +15,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <array>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <limits>
@@ -38,14 +41,50 @@ at::Tensor pytorch(const at::Tensor& x, const at::Tensor& weight) { return at::l
 
 using Norm = at::Tensor(const at::Tensor&, const at::Tensor&);
 
-// y, dx and dweight as doubles, of inputs that `type` holds, computed in `compute`.
-std::array<at::Tensor, 3> results(Norm& norm, int64_t cols, at::ScalarType type, at::ScalarType compute) {
+using Three = std::array<at::Tensor, 3>;
+
+// x, weight and dy.
+Three inputs(int64_t cols, at::ScalarType type) {
   const auto t = at::arange(3 * cols, at::kDouble).view({3, cols});
-  const auto leaf = [&](const at::Tensor& value) { return value.to(type).to(compute).detach().requires_grad_(true); };
-  const auto x = leaf(t.sin()), weight = leaf(t[0].cos());
+  return {t.sin().to(type), t[0].cos().to(type), (t * 0.7).cos().to(type)};
+}
+
+// y, dx and dweight as doubles.
+Three results(Norm& norm, const Three& given) {
+  const auto x = given[0].detach().requires_grad_(true), weight = given[1].detach().requires_grad_(true);
   const auto y = norm(x, weight);
-  const auto grads = torch::autograd::grad({y}, {x, weight}, {(t * 0.7).cos().to(type).to(compute)});
+  const auto grads = torch::autograd::grad({y}, {x, weight}, {given[2]});
   return {y.detach().to(at::kDouble), grads[0].to(at::kDouble), grads[1].to(at::kDouble)};
+}
+
+// The same by the formulas, in the widest type.
+Three exact_results(const Three& given) {
+  const auto x = given[0].to(at::kDouble), weight = given[1].to(at::kDouble), dy = given[2].to(at::kDouble);
+  const auto y = at::empty_like(x), dx = at::empty_like(x), dweight = at::empty_like(weight);
+  const int64_t rows = x.size(0), cols = x.size(1);
+  const double* w = weight.const_data_ptr<double>();
+  std::vector<long double> dw(cols, 0), n(cols);
+  for (int64_t row = 0; row < rows; ++row) {
+    const double *a = x.const_data_ptr<double>() + row * cols, *b = dy.const_data_ptr<double>() + row * cols;
+    long double mean = 0, variance = 0, sum_g = 0, sum_gn = 0;
+    for (int64_t i = 0; i < cols; ++i) mean += a[i];
+    mean /= cols;
+    for (int64_t i = 0; i < cols; ++i) variance += (a[i] - mean) * (a[i] - mean);
+    const long double rstd = 1 / std::sqrt(variance / cols + static_cast<long double>(1e-5));
+    for (int64_t i = 0; i < cols; ++i) {
+      n[i] = (a[i] - mean) * rstd;
+      dw[i] += b[i] * n[i];
+      sum_g += static_cast<long double>(b[i]) * w[i];
+      sum_gn += static_cast<long double>(b[i]) * w[i] * n[i];
+    }
+    for (int64_t i = 0; i < cols; ++i) {
+      y.data_ptr<double>()[row * cols + i] = n[i] * w[i];
+      dx.data_ptr<double>()[row * cols + i] =
+          rstd * (static_cast<long double>(b[i]) * w[i] - sum_g / cols - n[i] * sum_gn / cols);
+    }
+  }
+  for (int64_t i = 0; i < cols; ++i) dweight.data_ptr<double>()[i] = dw[i];
+  return {y, dx, dweight};
 }
 
 double epsilon(at::ScalarType type) {
@@ -64,8 +103,8 @@ int main(int, char** paths) {
   int bad = 0, all = 0;
   for (const auto type : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble})
     for (const int64_t cols : {8, 96, 1000, 4096, 70000}) {
-      const auto own = results(ours, cols, type, type), theirs = results(pytorch, cols, type, type),
-                 exact = results(pytorch, cols, type, at::kDouble);
+      const auto given = inputs(cols, type);
+      const auto own = results(ours, given), theirs = results(pytorch, given), exact = exact_results(given);
       for (size_t i = 0; i < 3; ++i, ++all) {
         const auto error = [&](const at::Tensor& found) { return (found - exact[i]).abs().max().item<double>(); };
         if (error(own[i]) <= 2 * (error(theirs[i]) + epsilon(type) * exact[i].abs().max().item<double>())) continue;

@@ -1,7 +1,7 @@
 """The check of a release: build wheels and source archives of both packages, look into them, install and verify.
 
     python tests/release_check.py [--python 3.10,3.13] [--torch 2.11.0,2.13.0]        (or: make release-check)
-    python tests/release_check.py --wheel dist/NAME.whl --beside PYTHON,PYTHON [--table]
+    python tests/release_check.py --wheel dist/NAME.whl --beside PYTHON,PYTHON [--output FILE.json]
 
 Both archives of kernel-fusion, and of kernel-fusion-bench, must hold every file of the package that git knows, and the
 wheel no other. The wheel of kernel-fusion, which works without the other, is then installed
@@ -12,8 +12,8 @@ settings, such as PIP_EXTRA_INDEX_URL, decide where packages come from. Needs th
 
 The wheel for Linux, with a library for this PyTorch, must need nothing that its platform lacks. Beside
 the pinned PyTorch its first calls must be quick, quiet and have the bits of the built library, without a compiler. The
-second command tries a wheel that `make wheel` made beside PyTorch versions that are there, and writes what it finds
-into docs/stability.md.
+second command tries a wheel that `make wheel` made beside PyTorch versions that are there. The table of
+docs/stability.md is made of the file that it writes.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ import os
 import platform
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import tarfile
 import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +40,13 @@ ROOT = Path(__file__).parents[1]
 _OLDEST = 10  # the minor version of Python
 _LARGEST_WHEEL = 5e6  # bytes
 _LIMITS = {"import": 0.15, "forward": 0.1, "backward": 0.1}  # seconds of CPU time, of the import beyond PyTorch's
-_RUNS = 3
-_PAGE = ROOT / "docs" / "stability.md"
+_RUNS = 5
 
-# What manylinux_2_34 has, and what PyTorch's own process has loaded.
-_NEWEST = {"GLIBC": (2, 34), "GLIBCXX": (3, 4, 29), "CXXABI": (1, 3, 13), "GCC": (11,)}
+# What the platforms of wheels have, and what PyTorch's own process has loaded.
+_NEWEST = {
+    "manylinux_2_28": {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7,)},
+    "manylinux_2_34": {"GLIBC": (2, 34), "GLIBCXX": (3, 4, 29), "CXXABI": (1, 3, 13), "GCC": (7,)},
+}
 _LIBRARIES = {"libc.so.6", "libm.so.6", "libgcc_s.so.1", "libstdc++.so.6", "libc10.so", "libtorch_cpu.so"}
 _LOADERS = {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 
@@ -125,10 +130,11 @@ def problems(library: Path) -> list[str]:
     return [f"{library.name} {problem}" for problem in found]
 
 
-def too_new(library: Path) -> list[str]:
-    """Versions of symbols that its platform lacks, which come from the system that compiled it."""
+def too_new(library: Path, tag: str) -> list[str]:
+    """Versions of symbols that a platform lacks, which come from the system that compiled a library."""
     versions = set(re.findall(r"Name: (\w+?)_([\d.]+)", _readelf(library, "--version-info")))
-    newer = [(name, number) for name, number in versions if tuple(map(int, number.split("."))) > _NEWEST[name]]
+    newest = _NEWEST[tag]
+    newer = [(name, number) for name, number in versions if tuple(map(int, number.split("."))) > newest[name]]
     return [f"{library.name} needs {name}_{number}" for name, number in sorted(newer)]
 
 
@@ -139,68 +145,78 @@ def _readelf(library: Path, option: str) -> str:
 
 def problems_of_wheel(wheel: Path) -> Iterator[str]:
     """The same of all its libraries, and whether it is too large."""
+    tag = next(name for name in _NEWEST if name in wheel.name)
     if wheel.stat().st_size > _LARGEST_WHEEL:
         yield f"{wheel.name} has {wheel.stat().st_size / 1e6:.1f} MB"
     with tempfile.TemporaryDirectory() as name, zipfile.ZipFile(wheel) as archive:
         for each in archive.namelist():
             if each.endswith(".so"):
                 library = Path(archive.extract(each, name))
-                yield from problems(library) + too_new(library)
+                yield from problems(library) + too_new(library, tag)
 
 
 def first_calls(python: str, wheel: Path, folder: Path, *, compares: bool) -> dict[str, Any]:
     """What `FIRST_CALLS` says of a wheel beside a PyTorch, without a compiler, and whether a build has its bits."""
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--target"]
-    subprocess.run([*install, str(folder / "site"), str(wheel)], check=True)
     environment = {**os.environ, "KERNEL_FUSION_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": str(folder / "site")}
     environment["OMP_WAIT_POLICY"] = "passive"  # threads that wait take no time
-    environment.pop("KERNEL_FUSION_BUILD", None)
+    for name in ("KERNEL_FUSION_BUILD", "PYTHONDONTWRITEBYTECODE"):  # without bytecode every import compiles 70 files
+        environment.pop(name, None)
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder / "site")]
+    subprocess.run([*install, str(wheel)], env=environment, check=True)
 
     def run(**changes: str) -> dict[str, Any]:
         command, settings = [python, "-c", FIRST_CALLS], environment | changes
         ran = subprocess.run(command, cwd=folder, env=settings, check=True, capture_output=True, text=True)
         return dict(json.loads(ran.stdout)) | {"stderr": ran.stderr}
 
-    runs = [run(PATH="/nonexistent", CXX="") for _ in range(_RUNS)]  # the first one also compiles the package's Python
-    answer = runs[0] | {"seconds": {name: min(each["seconds"][name] for each in runs) for name in _LIMITS}}
+    runs = [run(PATH="/nonexistent", CXX="") for _ in range(_RUNS)]
+    answer = runs[0] | {"seconds": {name: [each["seconds"][name] for each in runs] for name in _LIMITS}}
     return answer | {"same_bits": run(KERNEL_FUSION_BUILD="1")["bits"] == answer["bits"] if compares else None}
 
 
 def shortcomings(answer: Mapping[str, Any]) -> list[str]:
     """What is wrong with first calls."""
-    seconds = answer["seconds"]
+    seconds = {name: statistics.median(runs) for name, runs in answer["seconds"].items()}
     found = [f"{name} took {seconds[name] * 1e3:.0f} ms" for name, limit in _LIMITS.items() if seconds[name] > limit]
     found += ["another library ran"] * (not answer["from_wheel"]) + [answer["stderr"]] * bool(answer["stderr"])
     return found + ["other bits than those of the built library"] * (answer["same_bits"] is False)
 
 
-def _write_row(answer: Mapping[str, Any]) -> None:
-    """Put what was found beside one PyTorch into the table, which keeps the other versions' rows."""
-    head = ["| PyTorch | import, ms | first forward, ms | first backward, ms | bits of the built library |"]
-    head.append("| --- | ---: | ---: | ---: | --- |")
-    times = [f"{answer['seconds'][name] * 1e3:.0f}" for name in _LIMITS]
-    bits = {True: "yes", False: "no", None: "not compared"}[answer["same_bits"]]
-    start, end = "<!-- first calls -->\n\n", "<!-- end -->"
-    before, _, rest = _PAGE.read_text().partition(start)
-    old, _, after = rest.partition(end)
-    rows = {line.split()[1]: line for line in old.strip().splitlines()[2:]}
-    rows[answer["torch"]] = f"| {' | '.join([answer['torch'], *times, bits])} |"
-    _PAGE.write_text(before + start + "\n".join([*head, *(rows[name] for name in sorted(rows))]) + f"\n\n{end}{after}")
+def _saved(answers: list[dict[str, Any]], wheel: Path) -> dict[str, Any]:
+    """What a run found, with all that it depends on."""
+    from kernel_fusion.cli.machine import load_average, machine, versions
+
+    torches = ", ".join(answer["torch"] for answer in answers)
+    return {
+        "command": f"python tests/release_check.py --wheel {wheel.name} --beside PYTHON,PYTHON --output FILE.json",
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": machine() | {"load_average_at_end": load_average()},
+        "versions": versions() | {"torch": torches},
+        "method": "CPU seconds of each of several processes; same_bits: of norms, chains, reductions and softmax of "
+        "four dtypes and their gradients, with the library that the same wheel builds beside this PyTorch",
+        "wheel": {"name": wheel.name, "bytes": wheel.stat().st_size},
+        "first_calls": answers,
+    }
 
 
-def beside(pythons: list[str], wheel: Path, *, compares: bool = True, table: bool = False) -> int:
+def beside(pythons: list[str], wheel: Path, *, compares: bool = True, output: Path | None = None) -> int:
     """Try a wheel beside the PyTorch of each interpreter; 1 if something is wrong."""
     failed = list(problems_of_wheel(wheel))
     print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.2f} MB, {'; '.join(failed) or 'needs what its platform has'}")
-    for python in pythons:
+
+    def tried(python: str) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
-            answer = first_calls(python, wheel, Path(folder), compares=compares)
+            return first_calls(os.path.abspath(python), wheel, Path(folder), compares=compares)
+
+    with ThreadPoolExecutor(max(1, len(pythons))) as pool:
+        answers = list(pool.map(tried, pythons))
+    for answer in answers:
         wrong = shortcomings(answer)
         same = f"same bits as a build's: {answer['same_bits']}"
         print(f"torch {answer['torch']}: {'; '.join(wrong) or 'good'}, {answer['seconds']}, {same}", flush=True)
         failed += wrong
-        if table:
-            _write_row(answer)
+    if output:
+        output.write_text(json.dumps(_saved(answers, wheel), indent=1) + "\n")
     return int(bool(failed))
 
 
@@ -251,14 +267,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Build the archives of a release, look into them, install, verify.")
     parser.add_argument("--python", help="versions such as 3.10,3.13; default: all that are found")
     parser.add_argument("--torch", help="versions such as 2.11.0,2.13.0; default: the pinned one, and the oldest")
-    parser.add_argument("--wheel", type=Path, help="a wheel of `make wheel` to try instead")
-    parser.add_argument("--beside", help="interpreters with a PyTorch each, to try that wheel with")
+    parser.add_argument("--wheel", type=Path, help="a wheel of `make wheel` to look into instead")
+    parser.add_argument(
+        "--beside", help="interpreters with a PyTorch each, to try that wheel with, if it is for this machine"
+    )
     parser.add_argument("--no-build", action="store_true", help="compare no bits with a library that is built there")
-    parser.add_argument("--table", action="store_true", help="write what was found into docs/stability.md")
+    parser.add_argument("--output", type=Path, help="write what was found beside them into this file")
     arguments = parser.parse_args()
     if arguments.wheel:
-        interpreters, compares = arguments.beside.split(","), not arguments.no_build
-        return beside(interpreters, arguments.wheel.resolve(), compares=compares, table=arguments.table)
+        interpreters, compares = arguments.beside.split(",") if arguments.beside else [], not arguments.no_build
+        return beside(interpreters, arguments.wheel.resolve(), compares=compares, output=arguments.output)
     there = pythons()
     chosen = arguments.python.split(",") if arguments.python else list(there)
     if missing := set(chosen) - set(there):

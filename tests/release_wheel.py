@@ -5,7 +5,7 @@
 A library is compiled for each version of PyTorch, against the headers of its own wheel, which pip downloads into
 `build/torch` unless this interpreter has that version; all of its minor version's releases take it. One more library
 has the CPU kernels of every instruction set. They name no folder of this machine, and need nothing beyond what the
-platform of the wheel's name has, and PyTorch.
+platform of the wheel's name has, and PyTorch; tests/release_symbols.h makes a newer system's compiler do so.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from kernel_fusion.native import build, jobs, prebuilt
 
 ROOT = Path(__file__).parents[1]
 VERSIONS = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
-PLATFORM = "manylinux_2_34"
+# PyTorch's libraries bring what GCC 11 added to libstdc++; their stand-ins for another machine do not.
+PLATFORMS = {"x86_64": "manylinux_2_28", "aarch64": "manylinux_2_34"}
+_SYMBOLS = ROOT / "tests" / "release_symbols.h"
 _NEEDED = ("torch/lib/libc10.so", "torch/lib/libtorch_cpu.so")
 _DOWNLOADS = ROOT / "build" / "torch"
 _INSIDE = "kernel_fusion/native/prebuilt"  # a folder of the wheel
@@ -107,7 +109,8 @@ def libraries(folders: Mapping[str, Path], machine: str, variants: Sequence[str]
                 "-Wl,-z,now",
                 f"-Wl,-soname,{own}",
             ]
-            made = build.compile_library([*compiler, *maps], units, link, folder, print)
+            command = [*compiler, *maps, "-include", str(_SYMBOLS)]
+            made = build.compile_library(command, units, link, folder, print)
             kernels = kernels or [str(made)]
             yield each, cache.seal(made.read_bytes(), prebuilt.key_of(each, machine, sources))
 
@@ -120,7 +123,7 @@ def libraries_here() -> Iterator[tuple[str, bytes]]:
 
 def with_libraries(pure: Path, sealed: Mapping[str, bytes], machine: str, outdir: Path) -> Path:
     """The wheel for one platform, made of the pure wheel."""
-    tag = f"py3-none-{PLATFORM}_{machine}"
+    tag = f"py3-none-{PLATFORMS[machine]}_{machine}"
     wheel = outdir / pure.name.replace("py3-none-any", tag)
     with zipfile.ZipFile(pure) as source:
         files = {name: source.read(name) for name in source.namelist()}

@@ -52,9 +52,41 @@ def test_what_the_check_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "small.so looks into /home/builder",
     ]
     _compiled(tmp_path, "#include <cmath>\nfloat (*f)(float) = std::exp;", "-lm")
-    assert release_check.too_new(tmp_path / "small.so") == []
-    monkeypatch.setitem(release_check._NEWEST, "GLIBC", (2, 2))
-    assert release_check.too_new(tmp_path / "small.so")[0].startswith("small.so needs GLIBC_2.")
+    assert release_check.too_new(tmp_path / "small.so", "manylinux_2_28") == []
+    monkeypatch.setitem(release_check._NEWEST["manylinux_2_28"], "GLIBC", (2, 2))
+    assert release_check.too_new(tmp_path / "small.so", "manylinux_2_28")[0].startswith("small.so needs GLIBC_2.")
+
+
+# All functions that have a newer name than the platform of the wheel knows.
+_NEWER = """
+    #include <cmath>
+    #include <dlfcn.h>
+    #include <memory>
+    #include <mutex>
+    #include <shared_mutex>
+    #include <sstream>
+    std::string all(double x, std::shared_ptr<int> p, std::shared_mutex& mutex, std::shared_mutex& other) {
+      std::shared_lock shared(mutex);
+      std::unique_lock whole(other);
+      std::istringstream words(std::string("a b"));
+      std::ostringstream out;
+      const auto copy = p;
+      out << std::exp(x) << *copy << words.rdbuf() << dlopen("none", RTLD_NOW) << dlsym(nullptr, "none") << dlerror();
+      return out.str();
+    }
+"""
+
+
+def test_a_newer_system_compiles_for_the_platform(tmp_path: Path) -> None:
+    """What glibc and GCC renamed later has its older name."""
+    header = Path(release_check.__file__).with_name("release_symbols.h")
+    flags = ("-std=c++20", "-O1", "-lm")
+    _compiled(tmp_path, _NEWER, *flags)
+    renamed = release_check.too_new(tmp_path / "small.so", "manylinux_2_28")
+    assert renamed or platform.libc_ver()[1] <= "2.28"
+    _compiled(tmp_path, _NEWER, *flags, "-include", str(header))
+    assert release_check.too_new(tmp_path / "small.so", "manylinux_2_28") == []
+    ctypes.CDLL(str(tmp_path / "small.so"))
 
 
 @pytest.fixture(scope="module")
@@ -267,6 +299,7 @@ def test_the_libraries_of_a_wheel(tmp_path: Path) -> None:
     for each, content in made.items():
         (tmp_path / f"{each}.so").write_bytes(content)
         assert release_check.problems(tmp_path / f"{each}.so") == []
+        assert release_check.too_new(tmp_path / f"{each}.so", "manylinux_2_28") == []
     code = f"""
         import sys
         from pathlib import Path
