@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from verbs import VERBS, Verb, cotangents, gradients, results, verbs_where
 
 import kernel_fusion as kf
+from kernel_fusion.backends import eager
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -318,3 +320,28 @@ def test_number_of_threads_of_every_verb(operation: Verb, rows: int, cols: int, 
                 outcomes.append(run_operation(operation, *inputs, CPU))
     for other in outcomes[1:]:
         assert all(torch.equal(a, b) for a, b in zip(other, outcomes[0], strict=True))
+
+
+# Grid rationale. The special values lie in different pieces of a row, so that each is joined to pieces without any.
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mask", [None, "boolean", "additive", "causal"])
+def test_pieces_of_few_long_rows_of_softmax(dtype: torch.dtype, mask: str | None) -> None:
+    """On the CPU one thread and two give the same bits, and the definition's values, around -inf, inf and NaN."""
+    x = (3 * torch.randn(6, 30016)).to(dtype)
+    x[0, :9000] = x[1, 9000:] = -math.inf
+    x[2, 20000], x[3, 5] = math.inf, math.nan
+    x[4, 20000:] -= 200
+    keep = torch.rand(6, 30016) < 0.7
+    keep[1, :9000] = False
+    masks = {"boolean": keep, "additive": torch.zeros(6, 30016, dtype=dtype).masked_fill(~keep, -math.inf)}
+    for rows in (slice(3), slice(3, 6)):
+        chosen, causal = masks.get(mask), mask == "causal"
+        chosen = None if chosen is None else chosen[rows]
+        ys = []
+        for count in (1, 2):
+            with _threads(count), CPU.ran(forward=1):
+                ys.append(kf.softmax(x[rows], mask=chosen, causal=causal))
+        assert torch.equal(ys[0].nan_to_num(2.0), ys[1].nan_to_num(2.0))
+        expected = eager.softmax(x[rows].double(), chosen if mask != "additive" else chosen.double(), 1.0, causal)
+        bounds = {"rtol": max(torch.finfo(dtype).eps, 4e-6), "atol": torch.finfo(dtype).smallest_normal}
+        torch.testing.assert_close(ys[0].double(), expected, **bounds, equal_nan=True)

@@ -1,4 +1,4 @@
-// Reductions on the CPU: how the work is cut into tasks, as for pointwise chains (pointwise_cpu.cpp).
+// Reductions on the CPU: rows, or how columns are cut into tasks, as for pointwise chains (pointwise_cpu.cpp).
 #include <algorithm>
 #include <memory>
 
@@ -9,32 +9,6 @@
 namespace kf {
 
 namespace {
-
-// inner is 1: rows; long ones are cut into blocks.
-void reduce_rows(const cpu::Reduction& args, int64_t outer, double divisor, Tensor& out) {
-  constexpr int64_t kBatch = 256, kBlock = 32768;
-  const int64_t blocks = ceil_div(args.reduced, kBlock);
-  if (blocks == 1) {
-    share(outer, args.reduced, [&](int64_t begin, int64_t end) {
-      double sums[kBatch];
-      for (int64_t row = begin; row < end; row += kBatch) {
-        const int64_t n = std::min(kBatch, end - row);
-        cpu::kernels().reduce_rows(args, 1, args.reduced, row, row + n, sums);
-        store_sums(sums, n, divisor, out, row);
-      }
-    });
-    return;
-  }
-  const std::unique_ptr<double[]> partials(new double[outer * blocks]);
-  share(outer * blocks, kBlock, [&](int64_t begin, int64_t end) {
-    cpu::kernels().reduce_rows(args, blocks, kBlock, begin, end, partials.get() + begin);
-  });
-  for (int64_t row = 0; row < outer; ++row) {
-    double sum = 0;
-    for (int64_t block = 0; block < blocks; ++block) sum += partials[row * blocks + block];
-    store_sums(&sum, 1, divisor, out, row);
-  }
-}
 
 // inner is more than 1: tiles of columns, and blocks of the reduced index if tiles are too few to share.
 void reduce_columns(const cpu::Reduction& args, int64_t outer, double divisor, Tensor& out) {
@@ -70,9 +44,13 @@ void reduce_cpu(const Reduction& call, Tensor& out) {
                             call.outer_stride,
                             call.reduced_stride,
                             call.inner_stride,
-                            call.in_type == at::kDouble || out.scalar_type() == at::kDouble};
+                            call.in_type == at::kDouble || out.scalar_type() == at::kDouble,
+                            call.divisor,
+                            cpu_dtype(out.scalar_type()),
+                            static_cast<char*>(out.data_ptr())};
   count(Counter::kCpuForward);
-  (call.inner == 1 ? reduce_rows : reduce_columns)(args, call.outer, call.divisor, out);
+  if (call.inner == 1) run_rows(cpu::kernels().reduce_rows, args, call.outer);
+  else reduce_columns(args, call.outer, call.divisor, out);
 }
 
 }  // namespace kf

@@ -1,6 +1,4 @@
 // Forward row norms on the CPU: which rows each thread takes.
-#include <vector>
-
 #include "cpu/norm_call.h"
 
 namespace kf {
@@ -18,28 +16,6 @@ struct StagedForward {
             h.defined() ? h.data_ptr() : nullptr, residual.layout(), cpu_dtype(dtype_of(call.residual).value_or(at::kFloat))};
   }
 };
-
-// Whether rows are long, and so few that threads would wait for a quarter of their time. Threads then share the stretches of
-// rows, with the same results. They take row after row, so that a thread finds in its caches what it read and wrote in the
-// calls before.
-bool shares_stretches(const Rows& x) {
-  const int64_t rounds = ceil_div(x.rows, free_threads());
-  return cpu::are_long(x.cols) && rounds <= 2 && 4 * x.rows <= 3 * free_threads() * rounds;
-}
-
-void forward_by_stretches(const cpu::Forward& args, int64_t rows) {
-  constexpr int64_t kJoined = 16;  // joining a stretch to others takes as long as this many elements
-  const int64_t stretches = cpu::stretches_of(args.cols), pieces = rows * stretches;
-  std::vector<cpu::StretchMoments> moments(pieces);
-  std::vector<cpu::RowStatistics> statistics(rows);
-  share(pieces, cpu::kStretch,
-        [&](int64_t begin, int64_t end) { cpu::kernels().forward_moments(args, begin, end, moments.data()); });
-  share(rows, kJoined * stretches, [&](int64_t begin, int64_t end) {
-    cpu::kernels().forward_statistics(args, begin, end, moments.data(), statistics.data());
-  });
-  share(pieces, cpu::kStretch,
-        [&](int64_t begin, int64_t end) { cpu::kernels().forward_stretches(args, begin, end, statistics.data()); });
-}
 
 // The rows of a forward call, and their parameters.
 struct ForwardRows {
@@ -76,7 +52,7 @@ class RunLoop {
       args.weight = weight.of(run);
       args.bias = bias.of(run);
       stages.residual_gate = gate.of(run);
-      if (bare) cpu::kernels().forward(args, begin, last);
+      if (bare) cpu::kernels().forward(args, {cpu::RowStep::kRows, begin, last});
       else cpu::kernels().forward_staged(args, stages, begin, last);
     }
   }
@@ -100,7 +76,8 @@ void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
   count(Counter::kCpuForward);
   prefer_huge_pages(y);
   prefer_huge_pages(h);
-  if (of.bare && of.runs.count == 1 && shares_stretches(x)) return forward_by_stretches(args, x.rows);
+  if (of.bare && of.runs.count == 1 && shares_pieces(x.rows, args.shape()))
+    return run_pieces(cpu::kernels().forward, args, x.rows);
   const StagedForward staged(call, h);
   const bool by_stretches = of.bare && cpu::are_long(x.cols);
   const int64_t of_thread = ceil_div(x.rows, is_small(x.rows * x.cols) ? 1 : free_threads());

@@ -32,6 +32,9 @@ void softmax_cpu(const SoftmaxCall& call, Tensor& y) {
   const Rows x(call.input, 1);
   const bool masked = present(call.mask);
   const Rows mask = masked ? rows_of_mask(*call.mask) : x;
+  constexpr int64_t kVector = 64;  // no vector has more elements
+  const Dtype type = cpu_dtype(call.input.scalar_type());
+  const bool in_place = type == cpu_dtype(acc_dtype(call.input)) && x.cols % kVector == 0;
   const cpu::Softmax args{bytes(x.tensor),
                           masked ? bytes(mask.tensor) : nullptr,
                           static_cast<char*>(y.data_ptr()),
@@ -41,11 +44,12 @@ void softmax_cpu(const SoftmaxCall& call, Tensor& y) {
                           masked && !repeats_column(*call.mask),
                           call.causal ? call.input.size(-2) : 0,
                           call.scale,
-                          cpu_dtype(call.input.scalar_type()),
-                          mask_dtype(call.mask)};
+                          type,
+                          mask_dtype(call.mask),
+                          in_place};
   count(Counter::kCpuForward);
   prefer_huge_pages(y);
-  share(x.rows, x.cols, [&](int64_t begin, int64_t end) { cpu::kernels().softmax(args, begin, end); });
+  run_rows(cpu::kernels().softmax, args, x.rows);
 }
 
 void softmax_bwd_cpu(const SoftmaxBwdCall& call, Tensor& dx) {
@@ -58,7 +62,7 @@ void softmax_bwd_cpu(const SoftmaxBwdCall& call, Tensor& dx) {
                                   streams,   call.leaves_out};
   count(Counter::kCpuBackward);
   prefer_huge_pages(dx);
-  share(rows, cols, [&](int64_t begin, int64_t end) { cpu::kernels().softmax_bwd(args, begin, end); });
+  run_rows(cpu::kernels().softmax_bwd, args, rows);
 }
 
 // The number of vectors in a row, rounded up to 2^k or 3 * 2^k, for which a kernel is compiled.

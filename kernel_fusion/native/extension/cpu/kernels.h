@@ -21,6 +21,27 @@ inline int64_t row_offset(const RowLayout& l, int64_t row) {
 
 namespace kf::cpu {
 
+// ---- Rows ------------------------------------------------------------------------------------------------------------------
+
+// Rows of `cols` columns are cut into pieces of `width`. A row keeps `room` bytes from one step to the next.
+struct RowShape {
+  int64_t cols, width, room = 0;
+  int64_t pieces() const { return (cols + width - 1) / width; }
+};
+
+// What the executor of rows (cpu/rows.h) shall do: all of rows [begin, end); or one of three steps, if threads share the pieces
+// of rows. Piece row * pieces + p is piece p of a row. Reducing a piece leaves a carry, finishing a row a total, with which its
+// pieces are written. Args has the types of both, the shape() of the rows, and kWrites: whether there are results per column.
+enum class RowStep { kRows, kReduce, kFinish, kWrite };
+template <class Args> struct RowTask {
+  RowStep step;
+  int64_t begin, end;  // rows, or pieces
+  typename Args::Carry* carries = nullptr;
+  typename Args::Total* totals = nullptr;
+  char* room = nullptr;
+};
+template <class Args> using RowKernel = void(const Args&, const RowTask<Args>&);
+
 // ---- Row norms -------------------------------------------------------------------------------------------------------------
 
 // Norms without stages, whose tensors have one type, have kernels of their own. Those kernels read bf16 rows, and every
@@ -48,6 +69,13 @@ inline constexpr int64_t kLongRowsTogether = 8;
 // If a call has at most this many short rows, the kernel itself prepares weight and bias, once per row.
 inline constexpr int64_t kShortRowsUnprepared = 4;
 
+struct StretchMoments {
+  double center, rest, squares;  // rest is the mean of x - center; squares are its squared deviations, for RMSNorm those of x
+};
+struct RowStatistics {
+  double mean, rstd;  // before rounding to the accumulator type
+};
+
 // The arguments of a forward row norm. Weight and bias may be unprepared; the kernel then prepares them stretch by stretch,
 // or reads them as they are.
 struct Forward {
@@ -63,6 +91,11 @@ struct Forward {
   Dtype x_type, y_type;
   bool streams;
   int64_t groups = 1;  // row r uses weight and bias from element r % groups * cols on; staged kernels only
+
+  using Carry = StretchMoments;
+  using Total = RowStatistics;
+  static constexpr bool kWrites = true;
+  RowShape shape() const { return {cols, kStretch}; }
 };
 
 // Backward adds the terms of this many rows of dweight and dbias in the accumulator type, and those sums in double, if it
@@ -155,19 +188,6 @@ using PrepareParameter = void(const Parameter&, int64_t n, void* out);
 // Rounds n elements of type `acc` to `type`. `interleaved` says that they are still in the order of `Interleaved`.
 using RoundRow = void(Dtype acc, const void* row, int64_t n, Dtype type, void* out, bool interleaved);
 // The kernels take rows [begin, end).
-using RowNormForward = void(const Forward&, int64_t begin, int64_t end);
-// Three kernels compute long rows, whose stretches are shared among threads: the moments of stretches, then the statistics of
-// rows (stored if wanted), then the results. Piece row * stretches + s is stretch s of a row.
-struct StretchMoments {
-  double center, rest, squares;  // rest is the mean of x - center; squares are its squared deviations, for RMSNorm those of x
-};
-struct RowStatistics {
-  double mean, rstd;  // before rounding to the accumulator type
-};
-using RowNormForwardMoments = void(const Forward&, int64_t begin, int64_t end, StretchMoments* moments);
-using RowNormForwardStatistics = void(const Forward&, int64_t begin, int64_t end, const StretchMoments* moments,
-                                      RowStatistics* statistics);
-using RowNormForwardStretches = void(const Forward&, int64_t begin, int64_t end, const RowStatistics* statistics);
 using RowNormBackward = void(const Backward&, int64_t begin, int64_t end);
 // Two kernels compute few rows by strips [begin, end). The first writes each row's part of its two sums to
 // sums[strip * rows + row], and the strip's dweight and dbias; the second writes dx.
@@ -224,10 +244,16 @@ struct Reduction {
   int64_t reduced, inner;
   int64_t outer_stride, reduced_stride, inner_stride;
   bool wide;  // compute in double
+  double divisor;
+  Dtype out_type;
+  char* out;
+
+  using Carry = double;
+  struct Total {};
+  static constexpr bool kWrites = false;
+  RowShape shape() const { return {reduced, 32768}; }
 };
 
-// For `inner` = 1. A row is cut into blocks of `block` elements, and sums[i] is the sum of block begin + i.
-using ReduceRows = void(const Reduction&, int64_t blocks, int64_t block, int64_t begin, int64_t end, double* sums);
 // sums[i - left] is the sum over reduced indices [begin, end) at outer index `outer` and inner index i, for i in
 // [left, right), which are at most kMaxColumns.
 using ReduceColumns = void(const Reduction&, int64_t outer, int64_t begin, int64_t end, int64_t left, int64_t right,
@@ -249,6 +275,17 @@ struct Softmax {
   int64_t causal_rows;        // rows per matrix, of which row i keeps columns 0 ... i; 0: not causal
   double scale;
   Dtype type, mask_type = Dtype::kAbsent;  // a mask of kBool says what to keep, others are added
+
+  struct Carry {
+    double largest, sum;  // the largest logit, and the sum of exp(logit - largest)
+  };
+  using Total = Carry;
+  static constexpr bool kWrites = true;
+  bool in_place = false;  // the exponentials lie in y
+  RowShape shape() const {
+    constexpr int64_t kWhole = 64;  // no vectors are longer
+    return {cols, 8192, in_place ? 0 : (cols + kWhole) * (type == Dtype::kDouble ? 8 : 4)};
+  }
 };
 
 // All rows are contiguous.
@@ -261,10 +298,12 @@ struct SoftmaxBackward {
   Dtype dy_type, type;
   bool streams;
   bool leaves_out;  // there was a mask: dx is 0 where y is 0
-};
 
-using SoftmaxForwardRows = void(const Softmax&, int64_t begin, int64_t end);
-using SoftmaxBackwardRows = void(const SoftmaxBackward&, int64_t begin, int64_t end);
+  using Carry = double;
+  using Total = double;
+  static constexpr bool kWrites = true;
+  RowShape shape() const { return {cols, 32768}; }
+};
 
 // ---- Rotary embedding ------------------------------------------------------------------------------------------------------
 
@@ -319,11 +358,10 @@ using QuantizeRows = void(const Quantization&, const void* v, const RowLayout& l
 
 // clang-format off
 #define KF_CPU_KERNELS(X) \
-  X(PrepareParameter, prepare) X(RowNormForward, forward) X(RowNormForwardMoments, forward_moments) \
-  X(RowNormForwardStatistics, forward_statistics) X(RowNormForwardStretches, forward_stretches) \
+  X(PrepareParameter, prepare) X(RowKernel<Forward>, forward) \
   X(RowNormForwardStaged, forward_staged) X(PointwiseLoop, pointwise) X(PointwiseLoop, pointwise_bwd) \
-  X(PointwiseColumns, pointwise_bwd_columns) X(ReduceRows, reduce_rows) X(ReduceColumns, reduce_columns) X(AddRows, add_rows) \
-  X(StoreSums, store_sums) X(SoftmaxForwardRows, softmax) X(SoftmaxBackwardRows, softmax_bwd) X(RotaryForward, rotary) \
+  X(PointwiseColumns, pointwise_bwd_columns) X(RowKernel<Reduction>, reduce_rows) X(ReduceColumns, reduce_columns) X(AddRows, add_rows) \
+  X(StoreSums, store_sums) X(RowKernel<Softmax>, softmax) X(RowKernel<SoftmaxBackward>, softmax_bwd) X(RotaryForward, rotary) \
   X(RotaryBackward, rotary_bwd) X(QuantizeRows, quantize_rows) X(RoundRow, round_row) X(RowNormBackward, backward) \
   X(RowNormBackwardSums, backward_sums) X(RowNormBackwardDx, backward_dx) X(RowNormBackwardOwn, backward_own) \
   X(RowNormBackwardStaged, backward_staged)

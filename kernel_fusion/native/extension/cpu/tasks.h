@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <exception>
 #include <limits>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -100,6 +101,39 @@ inline int64_t step_of(int64_t elements_each) { return std::max<int64_t>(1, 8192
 
 template <class F> void share(int64_t count, int64_t elements_each, F&& f) {
   share_by(count, elements_each, step_of(elements_each), [&]() -> F& { return f; });
+}
+
+// ---- Rows ------------------------------------------------------------------------------------------------------------------
+
+// Whether rows are long, and so few that threads would wait for a quarter of their time. Threads then share the pieces of rows,
+// with the same results. They take row after row, so that a thread finds in its caches what it read and wrote in the calls
+// before.
+inline bool shares_pieces(int64_t rows, const cpu::RowShape& shape) {
+  const int64_t rounds = (rows + free_threads() - 1) / free_threads();
+  return cpu::are_long(shape.cols) && shape.pieces() > 1 && rounds <= 2 && 4 * rows <= 3 * free_threads() * rounds;
+}
+
+// Runs a kernel of rows (cpu/rows.h) whose pieces threads share.
+template <class Args> void run_pieces(cpu::RowKernel<Args>* kernel, const Args& args, int64_t rows) {
+  constexpr int64_t kJoined = 16;  // joining a piece to others takes as long as this many elements
+  const cpu::RowShape shape = args.shape();
+  const int64_t pieces = shape.pieces();
+  std::vector<typename Args::Carry> carries(rows * pieces);
+  std::vector<typename Args::Total> totals(rows);
+  const std::unique_ptr<char[]> room(new char[rows * shape.room]);
+  const auto step = [&](cpu::RowStep step, int64_t count, int64_t elements_each) {
+    share(count, elements_each,
+          [&](int64_t begin, int64_t end) { kernel(args, {step, begin, end, carries.data(), totals.data(), room.get()}); });
+  };
+  step(cpu::RowStep::kReduce, rows * pieces, shape.width);
+  step(cpu::RowStep::kFinish, rows, kJoined * pieces);
+  if constexpr (Args::kWrites) step(cpu::RowStep::kWrite, rows * pieces, shape.width);
+}
+
+// Runs a kernel of rows: threads share the rows, or their pieces.
+template <class Args> void run_rows(cpu::RowKernel<Args>* kernel, const Args& args, int64_t rows) {
+  if (shares_pieces(rows, args.shape())) return run_pieces(kernel, args, rows);
+  share(rows, args.shape().cols, [&](int64_t begin, int64_t end) { kernel(args, {cpu::RowStep::kRows, begin, end}); });
 }
 
 // ---- Sums over partial rows ------------------------------------------------------------------------------------------------

@@ -7,9 +7,13 @@
 
 #include "cpu/chunk.h"
 #include "cpu/kernels.h"
+#include "cpu/rows.h"
 #include "cpu/sums.h"
 
 namespace kf::cpu::CPU_CAPABILITY {
+
+StoreSums store_sums;
+
 namespace {
 
 constexpr int64_t kFlush = 16;
@@ -50,22 +54,38 @@ template <Map map, class A> inline void add_to(A* sums, const Source<A>& in, int
   sweep<A>(n, [&](int64_t i, auto part) { store_pair(sums + i, add_mapped(map, load_pair(sums + i), in.load(i, part))); });
 }
 
-template <Map map, class A>
-void rows(const Reduction& c, int64_t blocks, int64_t block, int64_t begin, int64_t end, double* sums) {
-  const int64_t element = size_of(c.type);
-  Chunk<A> values;
-  for (int64_t task = begin; task < end; ++task) {
-    const int64_t first = task % blocks * block, last = std::min(c.reduced, first + block);
-    const char* in = c.in + task / blocks * c.outer_stride * element;
+// The policy of row reductions.
+template <Map map, class A> struct ReducedRows {
+  using Args = Reduction;
+  static constexpr int64_t kTogether = 256;
+  struct Row {
+    const char* in;
+    int64_t index;
+  };
+  const Reduction& c;
+
+  Row row(int64_t index, char*) const { return {c.in + index * c.outer_stride * size_of(c.type), index}; }
+
+  double reduce(const Row& row, int64_t begin, int64_t end) const {
+    Chunk<A> values;
     Compensated sum;
-    for (int64_t start = first; start < last; start += kChunk<A>) {
-      const int64_t n = std::min(kChunk<A>, last - start);
-      const char* chunk = in + start * c.reduced_stride * element;
+    for (int64_t start = begin; start < end; start += kChunk<A>) {
+      const int64_t n = std::min(kChunk<A>, end - start);
+      const char* chunk = row.in + start * c.reduced_stride * size_of(c.type);
       sum.add(sum_of_mapped<map, A>(read_chunk<A>(c.type, chunk, c.reduced_stride, n, values), n));
     }
-    sums[task - begin] = sum.value();
+    return sum.value();
   }
-}
+
+  void finish(const Row* rows, int64_t count, const double* carries, int64_t pieces, Args::Total*) const {
+    double sums[kTogether];
+    for (int64_t r = 0; r < count; ++r, carries += pieces) {
+      sums[r] = carries[0];
+      for (int64_t i = 1; i < pieces; ++i) sums[r] += carries[i];
+    }
+    store_sums(sums, count, c.divisor, c.out_type, c.out + rows->index * size_of(c.out_type));
+  }
+};
 
 // Sums over columns. `fold` short rows without gaps between them are taken as one row, whose sums are folded at the end.
 template <Map map, class A>
@@ -90,6 +110,10 @@ void columns(const Reduction& c, int64_t outer, int64_t begin, int64_t end, int6
   }
   for (int64_t i = 0; i < width; ++i) sums[i] = wide[i];
   for (int64_t i = width; i < fold * width; ++i) sums[i % width] += wide[i];
+}
+
+template <Map map, class A> void reduce_rows_of(const Reduction& c, const RowTask<Reduction>& task) {
+  run_rows(ReducedRows<map, A>{c}, c, task);
 }
 
 // Calls the instance of `function` for the map and the compute type.
@@ -127,9 +151,7 @@ void add_rows(Dtype type, const void* rows, int64_t count, int64_t pitch, int64_
   else add_rows_of(static_cast<const float*>(rows), count, pitch, n, sums);
 }
 
-void reduce_rows(const Reduction& c, int64_t blocks, int64_t block, int64_t begin, int64_t end, double* sums) {
-  KF_REDUCE(rows, c, blocks, block, begin, end, sums)
-}
+void reduce_rows(const Reduction& c, const RowTask<Reduction>& task) { KF_REDUCE(reduce_rows_of, c, task) }
 
 void reduce_columns(const Reduction& c, int64_t outer, int64_t begin, int64_t end, int64_t left, int64_t right, double* sums) {
   KF_REDUCE(columns, c, outer, begin, end, left, right, sums)

@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "cpu/row_norm_stages.h"
+#include "cpu/rows.h"
 
 namespace kf::cpu::CPU_CAPABILITY {
 namespace {
@@ -58,37 +59,40 @@ template <class T> void forward_rows(const Forward& c, int64_t begin, int64_t en
   }
 }
 
-// Calls f(piece, row, address of x, first column, number of columns) for pieces [begin, end) of long rows.
-template <class F> void each_piece(const Forward& c, int64_t begin, int64_t end, F&& f) {
-  const int64_t stretches = stretches_of(c.cols);
-  for (int64_t piece = begin; piece < end; ++piece) {
-    const int64_t row = piece / stretches, start = piece % stretches * kStretch;
-    f(piece, row, element(c.x_type, c.x, row_offset(c.x_rows, row) + start), start, std::min(kStretch, c.cols - start));
-  }
-}
-
-template <class A>
-void statistics_of_rows(const Forward& c, int64_t begin, int64_t end, const StretchMoments* moments,
-                        RowStatistics* statistics) {
-  for (int64_t row = begin; row < end; ++row) {
-    statistics[row] = statistics_from(c, moments + row * stretches_of(c.cols));
-    if (c.mean) static_cast<A*>(c.mean)[row] = static_cast<A>(statistics[row].mean);
-    if (c.rstd) static_cast<A*>(c.rstd)[row] = static_cast<A>(statistics[row].rstd);
-  }
-}
-
-template <class T> void forward_pieces(const Forward& c, int64_t begin, int64_t end, const RowStatistics* statistics) {
+// The policy of long rows whose pieces threads share: their results have the bits that `forward_rows` gives.
+template <class T> struct LongRows {
+  using Args = Forward;
   using A = AccOf<T>;
-  RowResults results(c.y_type, c.y, c.cols, c.streams);
-  each_piece(c, begin, end, [&](int64_t, int64_t row, const char* x, int64_t start, int64_t n) {
-    const A mean = static_cast<A>(statistics[row].mean), rstd = static_cast<A>(statistics[row].rstd);
-    with_parameters<T>(c, /*rows=*/1, start, n, [&](auto* weight, auto* bias) {
-      normalize(reinterpret_cast<const T*>(x), mean, rstd, weight, bias, n,
-                results.open<Results<T>>(element(c.y_type, c.y, row * c.cols + start)));
+  static constexpr int64_t kTogether = 1;
+  struct Row {
+    const T* x;
+    int64_t index;
+  };
+  const Forward& c;
+  RowResults results{c.y_type, c.y, c.cols, c.streams};
+
+  Row row(int64_t index, char*) const { return {static_cast<const T*>(c.x) + row_offset(c.x_rows, index), index}; }
+
+  StretchMoments reduce(const Row& row, int64_t begin, int64_t end) const {
+    const T* x = row.x + begin;
+    return moments_of(x, end - begin, c.rms, c.rms ? 0 : center_of(x, end - begin));
+  }
+
+  void finish(const Row* row, int64_t, const StretchMoments* moments, int64_t, RowStatistics* total) const {
+    *total = statistics_from(c, moments);
+    if (c.mean) static_cast<A*>(c.mean)[row->index] = static_cast<A>(total->mean);
+    if (c.rstd) static_cast<A*>(c.rstd)[row->index] = static_cast<A>(total->rstd);
+  }
+
+  void write(const Row& row, int64_t begin, int64_t end, const StretchMoments&, const RowStatistics& of) {
+    const A mean = static_cast<A>(of.mean), rstd = static_cast<A>(of.rstd);
+    with_parameters<T>(c, /*rows=*/1, begin, end - begin, [&](auto* weight, auto* bias) {
+      normalize(row.x + begin, mean, rstd, weight, bias, end - begin,
+                results.open<Results<T>>(element(c.y_type, c.y, row.index * c.cols + begin)));
     });
-    results.close(n);
-  });
-}
+    results.close(end - begin);
+  }
+};
 
 // The element of weight and bias at which those of a row's group begin.
 inline int64_t column_of(const Forward& c, int64_t row) { return c.groups == 1 ? 0 : row % c.groups * c.cols; }
@@ -169,28 +173,11 @@ void prepare(const Parameter& p, int64_t n, void* out) {
   else prepare_stretch(p, 0, n, static_cast<float*>(out));
 }
 
-void forward(const Forward& c, int64_t begin, int64_t end) {
-  with_type(c.x_type, [&]<class T>(T*) { forward_rows<Alike<T>>(c, begin, end); });
-}
-
-void forward_moments(const Forward& c, int64_t begin, int64_t end, StretchMoments* moments) {
-  with_type(c.x_type, [&]<class Type>(Type*) {
-    using T = Alike<Type>;  // the moments do not depend on the order of a pair's elements
-    each_piece(c, begin, end, [&](int64_t piece, int64_t, const char* p, int64_t, int64_t n) {
-      const auto* x = reinterpret_cast<const T*>(p);
-      moments[piece] = moments_of(x, n, c.rms, c.rms ? 0 : center_of(x, n));
-    });
+void forward(const Forward& c, const RowTask<Forward>& task) {
+  with_type(c.x_type, [&]<class T>(T*) {
+    if (task.step == RowStep::kRows) forward_rows<Alike<T>>(c, task.begin, task.end);
+    else run_rows(LongRows<Alike<T>>{c}, c, task);
   });
-}
-
-void forward_statistics(const Forward& c, int64_t begin, int64_t end, const StretchMoments* moments,
-                        RowStatistics* statistics) {
-  if (c.x_type == Dtype::kDouble) statistics_of_rows<double>(c, begin, end, moments, statistics);
-  else statistics_of_rows<float>(c, begin, end, moments, statistics);
-}
-
-void forward_stretches(const Forward& c, int64_t begin, int64_t end, const RowStatistics* statistics) {
-  with_type(c.x_type, [&]<class T>(T*) { forward_pieces<Alike<T>>(c, begin, end, statistics); });
 }
 
 void forward_staged(const Forward& c, const ForwardStages& s, int64_t begin, int64_t end) {

@@ -1,8 +1,8 @@
 // CPU softmax over rows, forward and backward. Compiled once per instruction set.
 //
-// Forward sweeps over a row three times: for the largest logit, for the exponentials and their sum, and for the quotients. The
-// exponentials lie in y or, if y has another type, in a buffer. Backward computes dx = scale * (dy - sum(dy * y)) * y in two
-// sweeps. The sums of chunks are joined in double.
+// A piece of a row leaves its largest logit, and the exponentials of the distances to that, with their sum. The exponentials
+// lie in y or, if y has another type, in the row's room. Backward computes dx = scale * (dy - sum(dy * y)) * y. The sums of
+// chunks and pieces are joined in double.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -12,6 +12,7 @@
 #include "cpu/activation_loops.h"
 #include "cpu/chunk.h"
 #include "cpu/kernels.h"
+#include "cpu/rows.h"
 #include "cpu/sums.h"
 
 namespace kf::cpu::CPU_CAPABILITY {
@@ -55,26 +56,14 @@ template <class A> struct Logits {
   }
 };
 
-// The first `kept` logits of a row: where they lie or, if there is a mask, in `room`.
-template <class A> Logits<A> read_logits(const Softmax& c, int64_t row, int64_t kept, A* room) {
-  const char* x = c.x + row_offset(c.x_rows, row) * size_of(c.type);
-  if (c.mask_type == Dtype::kAbsent) return {{c.type, x}, static_cast<A>(c.scale)};
-  const char* mask = c.mask + row_offset(c.mask_rows, row) * (c.mask_type == Dtype::kBool ? 1 : size_of(c.mask_type));
-  Chunk<A> masks;
-  for (int64_t start = 0; start < kept; start += kChunk<A>)
-    masked_chunk<A>(c, x, mask, start, std::min(kChunk<A>, kept - start), room + start, masks);
-  return {{kDtypeOf<A>, room}, A(1)};
-}
-
-// The largest logit, or NaN if there is one.
+// The largest logit. Whether it ignores NaN does not matter, because the sum of the exponentials will be NaN.
 template <class A> A largest_of(const Logits<A>& logits, int64_t n) {
   auto largest = both(kNothing<A>);
-  logits.each_pair(
-      0, n, [&](int64_t, const Pair<A>& x) { largest = {at::vec::maximum(largest.a, x.a), at::vec::maximum(largest.b, x.b)}; });
-  A lanes[Pair<A>::kStep], result = kNothing<A>;
-  store_pair(lanes, largest);
-  for (const A lane : lanes) result = lane > result || lane != lane ? lane : result;
-  return result;
+  logits.each_pair(0, n, [&](int64_t, const Pair<A>& x) {
+    largest = {at::vec::clamp_min(x.a, largest.a), at::vec::clamp_min(x.b, largest.b)};
+  });
+  const auto maximum = [](Vectorized<A>& x, Vectorized<A>& y) { return at::vec::maximum(x, y); };
+  return at::vec::vec_reduce_all<A>(maximum, at::vec::maximum(largest.a, largest.b));
 }
 
 // Writes exp(logits - largest) to `out`, rounded up to whole pairs, and returns the sum.
@@ -94,31 +83,80 @@ template <class A> double exponentiate(const Logits<A>& logits, int64_t n, A lar
   return sum;
 }
 
-template <class A> void softmax_rows(const Softmax& c, int64_t begin, int64_t end) {
+// The policy of softmax. The exponentials lie in y or, if y has another type, in the row's room.
+template <class A> struct SoftmaxRows {
+  using Args = Softmax;
+  static constexpr int64_t kTogether = 1;
+  struct Row {
+    const char *x, *mask;
+    char* y;
+    A* exponentials;
+    int64_t kept;  // columns from here on are left out
+  };
+  const Softmax& c;
   const int64_t element = size_of(c.type);
-  const bool in_place = c.type == kDtypeOf<A> && c.cols % Pair<A>::kStep == 0;
-  const std::unique_ptr<A[]> buffer(new A[whole_pairs<A>(c.cols)]);
-  ChainLoop<A> quotients;
-  for (int64_t row = begin; row < end; ++row) {
-    char* y = c.y + row * c.cols * element;
-    A* exponentials = in_place ? reinterpret_cast<A*>(y) : buffer.get();
-    int64_t kept = c.causal_rows ? std::min(c.cols, row % c.causal_rows + 1) : c.cols;
-    const auto logits = read_logits(c, row, kept, exponentials);
-    const A largest = largest_of(logits, kept);
-    if ((c.causal_rows || c.mask_type != Dtype::kAbsent) && largest == kNothing<A>) kept = 0;  // the row is fully masked
-    const double sum = exponentiate(logits, kept, largest, exponentials);
-    quotients.scale = static_cast<A>(1 / sum);
-    quotients.a.data = exponentials;
+  ChainLoop<A> quotients{};
+
+  Row row(int64_t index, char* room) const {
+    const int64_t mask_element = c.mask_type == Dtype::kBool ? 1 : size_of(c.mask_type);
+    char* y = c.y + index * c.cols * element;
+    return {c.x + row_offset(c.x_rows, index) * element, c.mask + row_offset(c.mask_rows, index) * mask_element, y,
+            reinterpret_cast<A*>(c.in_place ? y : room), c.causal_rows ? std::min(c.cols, index % c.causal_rows + 1) : c.cols};
+  }
+
+  Softmax::Carry reduce(const Row& row, int64_t begin, int64_t end) const {
+    const int64_t n = std::min(end, row.kept) - begin;
+    if (n <= 0) return {kNothing<double>, 0};
+    const auto logits = read_logits(row, begin, n);
+    const A largest = largest_of(logits, n), top = largest == kNothing<A> ? 0 : largest;
+    return {largest, exponentiate(logits, n, top, row.exponentials + begin)};
+  }
+
+  void finish(const Row*, int64_t, const Softmax::Carry* pieces, int64_t count, Softmax::Total* result) const {
+    Softmax::Total total = pieces[0];
+    for (int64_t i = 1; i < count; ++i) {
+      const Softmax::Carry& piece = pieces[i];
+      if (piece.sum == 0) continue;  // nothing but -infinity
+      if (piece.largest > total.largest)
+        total = {piece.largest, total.sum * std::exp(total.largest - piece.largest) + piece.sum};
+      else total.sum += piece.sum * std::exp(piece.largest - total.largest);
+    }
+    *result = total;
+  }
+
+  void write(const Row& row, int64_t begin, int64_t end, const Softmax::Carry& piece, const Softmax::Total& total) {
+    const bool fully_masked = total.sum == 0 && (c.causal_rows || c.mask_type != Dtype::kAbsent);
+    const int64_t n = fully_masked ? 0 : std::clamp<int64_t>(row.kept - begin, 0, end - begin);
+    char* const y = row.y + begin * element;
+    quotients.scale = factor(piece, total);
+    quotients.a.data = row.exponentials + begin;
     quotients.first = {c.type, y};
-    run_values(quotients, kept);
-    std::memset(y + kept * element, 0, (c.cols - kept) * element);
-    if (sum != sum && c.mask_type == Dtype::kBool) {  // all results are NaN, except those that the mask leaves out
-      const char* keep = c.mask + row_offset(c.mask_rows, row);
-      for (int64_t i = 0; i < kept; ++i)
+    run_values(quotients, n);
+    std::memset(y + n * element, 0, (end - begin - n) * element);
+    if (total.sum != total.sum && c.mask_type == Dtype::kBool) {  // all are NaN, except those that the mask leaves out
+      const char* keep = row.mask + begin * c.mask_stride;
+      for (int64_t i = 0; i < n; ++i)
         if (!keep[i * c.mask_stride]) std::memset(y + i * element, 0, element);
     }
   }
-}
+
+ private:
+  // The n logits of a row from column `start` on: where they lie or, if there is a mask, where their exponentials will lie.
+  Logits<A> read_logits(const Row& row, int64_t begin, int64_t n) const {
+    if (c.mask_type == Dtype::kAbsent) return {{c.type, row.x + begin * element}, static_cast<A>(c.scale)};
+    Chunk<A> masks;
+    for (int64_t start = 0; start < n; start += kChunk<A>)
+      masked_chunk<A>(c, row.x, row.mask, begin + start, std::min(kChunk<A>, n - start), row.exponentials + begin + start,
+                      masks);
+    return {{kDtypeOf<A>, row.exponentials + begin}, A(1)};
+  }
+
+  // The factor that makes results of a piece's exponentials. A subnormal one would be slow, and leaves nothing but zeros.
+  static A factor(const Softmax::Carry& piece, const Softmax::Total& total) {
+    const A factor = static_cast<A>((piece.largest == total.largest ? 1 : std::exp(piece.largest - total.largest)) / total.sum);
+    return factor < std::numeric_limits<A>::min() ? 0 : factor;
+  }
+};
 
 template <class T, class A> double dot(const Source<A>& dy, const Source<A>& y, int64_t begin, int64_t end) {
   const auto [sum] = sums_over<A, 1>(end - begin, [&](int64_t i, auto& sums, auto part) {
@@ -127,56 +165,88 @@ template <class T, class A> double dot(const Source<A>& dy, const Source<A>& y, 
   return sum;
 }
 
-// Sets dx to 0 where y is 0.
-template <class A> void zero_where_left_out(const SoftmaxBackward& c, const char* y, char* dx) {
+// Sets columns [begin, end) of dx to 0 where y is 0.
+template <class A>
+[[gnu::noinline, gnu::cold]] void zero_where_left_out(const SoftmaxBackward& c, const char* y, char* dx, int64_t begin,
+                                                      int64_t end) {
   const int64_t element = size_of(c.type);
   Chunk<A> values;
-  for (int64_t start = 0; start < c.cols; start += kChunk<A>) {
-    const int64_t n = std::min(kChunk<A>, c.cols - start);
+  for (int64_t start = begin; start < end; start += kChunk<A>) {
+    const int64_t n = std::min(kChunk<A>, end - start);
     load_chunk<A>(c.type, y + start * element, 1, n, values);
     for (int64_t i = 0; i < n; ++i)
       if (values[i] == 0) std::memset(dx + (start + i) * element, 0, element);
   }
 }
 
-// Backward of rows [begin, end). T is the type of dy and y, or AnyType if they have two types.
-template <class T, class A> void softmax_bwd_rows(const SoftmaxBackward& c, int64_t begin, int64_t end) {
-  constexpr int64_t kStep = Pair<A>::kStep;
+// The policy of backward. T is the type of dy and y, or AnyType if they have two types.
+template <class T, class A> struct SoftmaxGradients {
+  using Args = SoftmaxBackward;
+  static constexpr int64_t kTogether = 1;
+  struct Row {
+    Source<A> dy, y;
+    char* dx;
+  };
+  const Args& c;
   const int64_t element = size_of(c.type), dy_element = size_of(c.dy_type);
-  for (int64_t row = begin; row < end; ++row) {
-    const Source<A> dy{c.dy_type, c.dy + row * c.cols * dy_element}, y{c.type, c.y + row * c.cols * element};
-    const auto dx = Target<A>::streamed(c.type, c.dx + row * c.cols * element, c.streams);
+
+  Row row(int64_t index, char*) const {
+    const int64_t first = index * c.cols;
+    return {{c.dy_type, c.dy + first * dy_element}, {c.type, c.y + first * element}, c.dx + first * element};
+  }
+
+  double reduce(const Row& row, int64_t begin, int64_t end) const {
     double sum = 0;
-    for (int64_t start = 0; start < c.cols; start += kChunk<A>)
-      sum += dot<T>(dy, y, start, std::min(c.cols, start + kChunk<A>));
+    for (int64_t start = begin; start < end; start += kChunk<A>)
+      sum += dot<T>(row.dy, row.y, start, std::min(end, start + kChunk<A>));
+    return sum;
+  }
+
+  void finish(const Row*, int64_t, const double* pieces, int64_t count, double* total) const {
+    *total = pieces[0];
+    for (int64_t i = 1; i < count; ++i) *total += pieces[i];
+  }
+
+  void write(const Row& row, int64_t begin, int64_t end, double, double sum) const {
+    constexpr int64_t kStep = Pair<A>::kStep;
+    const char *dy_bytes = static_cast<const char*>(row.dy.data), *y_bytes = static_cast<const char*>(row.y.data);
+    const Source<A> dy{c.dy_type, dy_bytes + begin * dy_element}, y{c.type, y_bytes + begin * element};
+    const auto dx = Target<A>::streamed(c.type, row.dx + begin * element, c.streams);
+    const bool streams = c.streams;  // a copy, as are the sources, because the compiler cannot know that no store changes it
+    const int64_t cols = c.cols;
     const auto sums = both(static_cast<A>(sum)), scales = both(static_cast<A>(c.scale));
     const auto gradient = [&](const Pair<A>& d, const Pair<A>& p) { return (d - sums) * p * scales; };
-    sweep<A>(c.cols, [&](int64_t i, auto part) {
-      if (c.streams)  // fetch the next row from memory
+    sweep<A>(end - begin, [&](int64_t i, auto part) {
+      if (streams)  // fetch the next row from memory
         for (int64_t line = 0; line < kStep; line += 64 / element) {
-          __builtin_prefetch(static_cast<const char*>(dy.data) + (i + line + c.cols) * dy_element);
-          __builtin_prefetch(static_cast<const char*>(y.data) + (i + line + c.cols) * element);
+          __builtin_prefetch(static_cast<const char*>(dy.data) + (i + line + cols) * dy_element);
+          __builtin_prefetch(static_cast<const char*>(y.data) + (i + line + cols) * element);
         }
       dx.template store<T>(i, gradient(dy.template load<T>(i, part), y.template load<T>(i, part)), part);
     });
     constexpr A kHarmless = std::numeric_limits<A>::max() * std::numeric_limits<A>::epsilon() / 4;
     if (c.leaves_out && !(std::fabs(sum) < kHarmless)) {  // otherwise d - sums is finite, and its product with 0 is 0
       if (c.streams) finish_streams();
-      zero_where_left_out<A>(c, static_cast<const char*>(y.data), c.dx + row * c.cols * element);
+      zero_where_left_out<A>(c, y_bytes, row.dx, begin, end);
     }
   }
+};
+
+template <class T, class A> void softmax_bwd_rows(const SoftmaxBackward& c, const RowTask<SoftmaxBackward>& task) {
+  run_rows(SoftmaxGradients<T, A>{c}, c, task);
   if (c.streams) finish_streams();
 }
 
 }  // namespace
 
-void softmax(const Softmax& c, int64_t begin, int64_t end) {
-  (c.type == Dtype::kDouble ? softmax_rows<double> : softmax_rows<float>)(c, begin, end);
+void softmax(const Softmax& c, const RowTask<Softmax>& task) {
+  if (c.type == Dtype::kDouble) run_rows(SoftmaxRows<double>{c}, c, task);
+  else run_rows(SoftmaxRows<float>{c}, c, task);
 }
 
-void softmax_bwd(const SoftmaxBackward& c, int64_t begin, int64_t end) {
-  if (c.dy_type != c.type) return softmax_bwd_rows<AnyType, float>(c, begin, end);  // never of double with others
-  with_type(c.type, [&]<class T>(T*) { softmax_bwd_rows<Alike<T>, AccOf<T>>(c, begin, end); });
+void softmax_bwd(const SoftmaxBackward& c, const RowTask<SoftmaxBackward>& task) {
+  if (c.dy_type != c.type) return softmax_bwd_rows<AnyType, float>(c, task);  // never of double with others
+  with_type(c.type, [&]<class T>(T*) { softmax_bwd_rows<Alike<T>, AccOf<T>>(c, task); });
 }
 
 }  // namespace kf::cpu::CPU_CAPABILITY
