@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from statistics import median
 
 from table_parts import RESULTS, digits, table
 
@@ -42,4 +43,20 @@ def costs() -> Iterator[str]:
     rows = [[name, digits(cost["median_ms"]), f"{cost['page_faults']:.0f}"] for name, cost in found.items()]
     yield from table(["operation, 4096×4096 fp32", "ms", "page faults"], rows)
     yield f"[`{file}`](../benchmarks/results/{file}): AMD EPYC, one thread, torch {run['versions']['torch']}."
+    yield ""
+
+
+def first_calls() -> Iterator[str]:
+    """What a first import, forward and backward take with the wheel, beside each PyTorch."""
+    file = "intel-xeon-2-cores/first-calls.json"
+    run = json.loads((RESULTS / file).read_text())
+    rows = []
+    for answer in run["first_calls"]:
+        times = [digits(1e3 * median(answer["seconds"][name])) for name in ("import", "forward", "backward")]
+        bits = {True: "yes", False: "no", None: "not compared"}[answer["same_bits"]]
+        rows.append([answer["torch"], *times, bits])
+    head = ["import, ms", "first forward, ms", "first backward, ms", "bits of the built library"]
+    yield from table(["operation beside PyTorch", *head], rows)
+    wheel = f"`{run['wheel']['name']}`, {run['wheel']['bytes'] / 1e6:.1f} MB"
+    yield f"[`{file}`](../benchmarks/results/{file}): {run['machine']['cpu']}, {wheel}."
     yield ""
