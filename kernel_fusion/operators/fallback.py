@@ -29,10 +29,10 @@ def serve_on_gpu(verb: str, *args: Any) -> Any:
 @cache
 def define_triton() -> None:
     """Define the Triton backend's operators, late because they import Triton."""
-    from kernel_fusion.backends.triton import operators
+    from kernel_fusion.backends.triton import autograd, operators
 
     operators.define(schemas.library, schemas.VERBS)
-    for name in operators.VERBS:
+    for name in autograd.VERBS:
         vmap.register(name, "triton_")
 
 

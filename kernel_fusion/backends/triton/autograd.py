@@ -1,4 +1,4 @@
-"""Autograd for the operators of all families.
+"""The verbs of all families, with their autograd, from what their kernels know.
 
 Nothing can differentiate through a kernel, so `torch.func`, forward mode and differentiated backward passes take the
 eager definition, through the operators `*_reference`.
@@ -7,13 +7,83 @@ eager definition, through the operators `*_reference`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from kernel_fusion.core import arguments, checks
+from kernel_fusion.core import arguments, checks, signatures
 from kernel_fusion.core.symbols import known
+
+# The verbs on the Triton kernels, by their names: functions of an operator's arguments.
+VERBS: dict[str, Callable[..., Any]] = {}
+Gradients = Sequence[Tensor | None]
+
+
+def verb(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator for a verb that has an autograd of its own."""
+    VERBS[function.__name__] = function
+    return function
+
+
+def define(
+    name: str,
+    takes: Callable[..., bool],
+    forward: Callable[..., Any],
+    backward: Callable[[Sequence[Any], Sequence[Tensor | None], Sequence[bool]], Gradients],
+    keep: Callable[[Sequence[Any], Any, Sequence[bool]], Sequence[Any]] = lambda args, *_: args,
+) -> None:
+    """Define the verb `name`. Its signature says which arguments are tensors that it computes with.
+
+    Args:
+        takes: from the verb's arguments, whether the kernels take them if PyTorch's operations would.
+        forward: the operator on the kernels, from the same arguments.
+        backward: the gradients of the first arguments, from what was kept, the gradients of the results, and which
+            gradients somebody wants. It is differentiable where gradients are recorded.
+        keep: what backward reads, from the arguments, the results, and which gradients somebody wants. By default that
+            is the arguments.
+    """
+    signature = signatures.OPERATORS[name]
+    reference = getattr(torch.ops.kernel_fusion, f"{name}_reference")
+
+    class Recorded(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            results = forward(*args)
+            kept = keep(args, results, ctx.needs_input_grad)
+            ctx.save_for_backward(*(each if isinstance(each, Tensor) else None for each in kept))
+            ctx.constants = tuple(None if isinstance(each, Tensor) else each for each in kept)
+            return results
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            pairs = zip(ctx.saved_tensors, ctx.constants, strict=True)
+            wants = ctx.needs_input_grad
+            found = backward([constant if t is None else t for t, constant in pairs], grads, wants)
+            return *found, *(None,) * (len(wants) - len(found))
+
+    Recorded.__name__ = Recorded.__qualname__ = "".join(part.capitalize() for part in name.split("_"))
+
+    def serve(*args: Any) -> Any:
+        values = [each for kind in ("rows", "vector") for each in signature.of_kind(kind, args)]
+        others = [each for kind in ("mask", "place") for each in signature.of_kind(kind, args)]
+        if needs_definition(values, others) or not takes(*args):
+            return reference(*args)
+        return Recorded.apply(*args) if requires_grad(*values, *others) else forward(*args)  # type: ignore[no-untyped-call]
+
+    VERBS[name] = serve
+
+
+def by_definition(name: str, args: Sequence[Any], grads: Sequence[Tensor | None], wants: Sequence[bool]) -> Gradients:
+    """The wanted gradients of a verb's first arguments, differentiable, by its definition."""
+    reference = getattr(torch.ops.kernel_fusion, f"{name}_reference")
+
+    def results(*first: Tensor | None) -> list[Tensor]:
+        return [reference(*first, *args[len(first) :])]
+
+    count = next(i for i, each in enumerate(args) if not (each is None or isinstance(each, Tensor)))
+    return differentiable(results, grads, args[:count], wants[:count])
 
 
 def needs_definition(values: Sequence[Tensor | None], others: Sequence[Tensor | None] = ()) -> bool:

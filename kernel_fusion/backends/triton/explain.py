@@ -22,8 +22,8 @@ def plan_lines(verb: str, arguments: dict[str, Any]) -> tuple[str, ...]:
     if verb.endswith("norm"):
         shape = arguments["normalized_shape"]
         return _norm_lines(shape if isinstance(shape, int) else math.prod(shape), arguments, device)
-    if verb in ("softmax", "attention_scores"):
-        cols = first.shape[arguments["dim"]] if verb == "softmax" else arguments["key"].shape[-2]
+    if "causal" in arguments:  # the weights of attention
+        cols = first.shape[arguments["dim"]] if "dim" in arguments else arguments["key"].shape[-2]
         layouts = plan.row_plan(cols, wide), plan.softmax_backward(cols, wide)
         return f"forward: {_shown(layouts[0], device)}", f"backward: {_shown(layouts[1], device)}"
     if verb in ("rope", "qk_norm_rope"):

@@ -6,23 +6,22 @@ Each sits on the `Autograd` key, so that a tracer keeps it as one node; below, I
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from kernel_fusion.backends.triton import quantize, row_norm_parts  # noqa: F401 - further operators on kernels
-from kernel_fusion.backends.triton.pointwise import pointwise
-from kernel_fusion.backends.triton.reduce import reduce
-from kernel_fusion.backends.triton.rotary import qk_norm_rope
-from kernel_fusion.backends.triton.row_norm_autograd import staged_row_norm
-from kernel_fusion.backends.triton.softmax import softmax
+from kernel_fusion.backends.triton import (  # noqa: F401
+    pointwise,
+    quantize,
+    reduce,
+    rotary,
+    row_norm_autograd,
+    row_norm_parts,
+    softmax,
+)
+from kernel_fusion.backends.triton.autograd import VERBS
 from kernel_fusion.core import arguments
-
-# Names are those that other backends use.
-VERBS: dict[str, Callable[..., Any]] = {
-    function.__name__: function for function in (staged_row_norm, pointwise, reduce, softmax, qk_norm_rope)
-}
 
 
 def define(library: torch.library.Library, schemas: Mapping[str, str]) -> None:

@@ -206,41 +206,19 @@ def _backward_columns(
     return da, db
 
 
-class Pointwise(torch.autograd.Function):
-    """Autograd of the operator."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        """y."""
-        a, b, *rest, seed = args
-        reads_b = rest[0] != "gate" or ctx.needs_input_grad[0]  # the value's gradient does not depend on the value
-        ctx.save_for_backward(a, b if reads_b else autograd.unread(b), seed)
-        ctx.call = tuple(rest)
-        return torch.ops.kernel_fusion.triton_pointwise_fwd(*args, None)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        """Gradients of a and b."""
-        (dy,) = grads
-        a, b, seed = ctx.saved_tensors
-        wants = [*ctx.needs_input_grad[:2]]
-        if torch.is_grad_enabled():
-            reference = torch.ops.kernel_fusion.pointwise_reference
-            found = autograd.differentiable(lambda a, b: [reference(a, b, *ctx.call, seed)], [dy], [a, b], wants)
-        else:
-            results = torch.ops.kernel_fusion.triton_pointwise_bwd(dy, a, b, *ctx.call, seed, wants)
-            found = [summed(t, of) if wanted else None for t, of, wanted in zip(results, (a, b), wants, strict=True)]
-        return found[0], found[1], *(None,) * 5
+def _kept(args: Sequence[Any], _: Tensor, wants: Sequence[bool]) -> Sequence[Any]:
+    """What backward reads."""
+    a, b, combine, *rest = args
+    reads_b = combine != "gate" or wants[0]  # the value's gradient does not depend on the value
+    return a, b if reads_b else autograd.unread(b), combine, *rest
 
 
-def pointwise(a: Tensor, b: Tensor | None, *rest: Any) -> Tensor:
-    """Return what `kernel_fusion::pointwise` does, by the Triton kernels if they take the call."""
-    args = (a, b, *rest)
-    if autograd.needs_definition([a, b], [rest[-1]]) or not _broadcast(a, b):
-        return torch.ops.kernel_fusion.pointwise_reference(*args)  # type: ignore[no-any-return]
-    if autograd.requires_grad(a, b):
-        return Pointwise.apply(*args)  # type: ignore[no-untyped-call,no-any-return]
-    return torch.ops.kernel_fusion.triton_pointwise_fwd(*args, None)  # type: ignore[no-any-return]
+def _gradients(kept: Sequence[Any], grads: Sequence[Any], wants: Sequence[bool]) -> autograd.Gradients:
+    """Gradients of a and b."""
+    if torch.is_grad_enabled():
+        return autograd.by_definition("pointwise", kept, grads, wants)
+    found = torch.ops.kernel_fusion.triton_pointwise_bwd(*grads, *kept, [*wants[:2]])
+    return [summed(t, of) if wanted else None for t, of, wanted in zip(found, kept, wants, strict=False)]
 
 
 def _broadcast(a: Tensor, b: Tensor | None) -> bool:
@@ -249,3 +227,12 @@ def _broadcast(a: Tensor, b: Tensor | None) -> bool:
         return True
     pairs = zip(reversed(a.shape), reversed(b.shape), strict=False)
     return all(broadcasts(m, n) or known(n == 1) for m, n in pairs)
+
+
+autograd.define(
+    "pointwise",
+    takes=lambda a, b, *_: _broadcast(a, b),
+    forward=lambda *args: torch.ops.kernel_fusion.triton_pointwise_fwd(*args, None),
+    backward=_gradients,
+    keep=_kept,
+)

@@ -121,50 +121,35 @@ def sum_partials(partials: Tensor, programs: int, outputs: Sequence[Tensor], man
     launch(kernels.sum_partials, grid, *args, constants=constants, warps=layout.warps)
 
 
-class Reduce(torch.autograd.Function):
-    """Autograd of the operator."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        """The reduction."""
-        input, dim, keepdim, kind, dtype = args
-        ctx.save_for_backward(input)
-        ctx.call = dim, keepdim, kind, dtype
-        return torch.ops.kernel_fusion.triton_reduce_fwd(input, dim, keepdim, kind, dtype or input.dtype)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        """The gradient of the input, a pointwise chain: 2 x dy, or sign(x) dy / count."""
-        (dy,) = grads
-        (x,) = ctx.saved_tensors
-        dim, keepdim, kind, dtype = ctx.call
-        if torch.is_grad_enabled():
-            reference = torch.ops.kernel_fusion.reduce_reference
-            found = autograd.differentiable(lambda x: [reference(x, dim, keepdim, kind, dtype)], [dy], [x], [True])
-            return found[0], *(None,) * 4
-        dims = _canonical(dim, x.dim())
-        if not keepdim:
-            for d in dims:
-                dy = dy.unsqueeze(d)
-        # dy is divided, which is small, because a chain's scale is compiled in and the count may be that of rows.
-        if kind == "sum_squared":
-            chain = "mul", IDENTITY, 2.0
-        else:
-            chain = "gate", "sign", 1.0
-            dy = cast(dy, compute_dtype(torch.promote_types(dy.dtype, x.dtype))) / prod([x.shape[d] for d in dims])
-        dx = torch.ops.kernel_fusion.triton_pointwise_fwd(x, dy, *chain, 0.0, None, x.dtype)
-        return dx, *(None,) * 4
+def _gradients(kept: Sequence[Any], grads: Sequence[Any], wants: Sequence[bool]) -> autograd.Gradients:
+    """The gradient of the input, a pointwise chain: 2 x dy, or sign(x) dy / count."""
+    if torch.is_grad_enabled():
+        return autograd.by_definition("reduce", kept, grads, wants)
+    x, dim, keepdim, kind, _ = kept
+    (dy,) = grads
+    dims = _canonical(dim, x.dim())
+    if not keepdim:
+        for d in dims:
+            dy = dy.unsqueeze(d)
+    # dy is divided, which is small, because a chain's scale is compiled in and the count may be that of rows.
+    if kind == "sum_squared":
+        chain = "mul", IDENTITY, 2.0
+    else:
+        chain = "gate", "sign", 1.0
+        dy = cast(dy, compute_dtype(torch.promote_types(dy.dtype, x.dtype))) / prod([x.shape[d] for d in dims])
+    return [torch.ops.kernel_fusion.triton_pointwise_fwd(x, dy, *chain, 0.0, None, x.dtype)]
 
 
-def reduce(input: Tensor, dim: Sequence[int], keepdim: bool, kind: str, dtype: torch.dtype | None) -> Tensor:
-    """Return what `kernel_fusion::reduce` does, by the Triton kernels if they take the call."""
-    args = (input, list(dim), keepdim, kind, dtype)
-    if autograd.needs_definition([input]) or not _takes(input, dim, kind, dtype or input.dtype):
-        return torch.ops.kernel_fusion.reduce_reference(*args)  # type: ignore[no-any-return]
-    if any(
-        follows_from_data(input.shape[d]) for d in _canonical(dim, input.dim())
-    ):  # nobody knows how many launches add up the sums
-        return torch.ops.kernel_fusion.reduce_reference(*args)  # type: ignore[no-any-return]
-    if autograd.requires_grad(input):
-        return Reduce.apply(*args)  # type: ignore[no-untyped-call,no-any-return]
-    return torch.ops.kernel_fusion.triton_reduce_fwd(input, list(dim), keepdim, kind, dtype or input.dtype)  # type: ignore[no-any-return]
+def _serves(input: Tensor, dim: Sequence[int], _: bool, kind: str, dtype: torch.dtype | None) -> bool:
+    """Whether the kernels take the call, and somebody knows how many launches add up the sums."""
+    if not _takes(input, dim, kind, dtype or input.dtype):
+        return False
+    return not any(follows_from_data(input.shape[d]) for d in _canonical(dim, input.dim()))
+
+
+autograd.define(
+    "reduce",
+    takes=_serves,
+    forward=lambda input, *rest: torch.ops.kernel_fusion.triton_reduce_fwd(input, *rest[:-1], rest[-1] or input.dtype),
+    backward=_gradients,
+)

@@ -201,6 +201,7 @@ def _differentiable(*args: Any) -> list[Tensor | None]:
     )
 
 
+@autograd.verb
 def qk_norm_rope(*args: Any) -> tuple[Tensor, Tensor]:
     """Return what `kernel_fusion::qk_norm_rope` does, by the Triton kernels if they take the call."""
     c = Rotary(*args)

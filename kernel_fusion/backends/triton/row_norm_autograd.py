@@ -46,7 +46,7 @@ class Sum(torch.autograd.Function):
             dx, dgate = _of_chain(ctx, dh, x, gate, seed, [wants_x, wants_gate])
         elif wants_x:  # dropout is its own gradient
             dropout = "first", IDENTITY, 1.0, ctx.dropout_p, seed
-            dx = dh if seed is None else pointwise.pointwise(dh.contiguous(), None, *dropout)
+            dx = dh if seed is None else autograd.VERBS["pointwise"](dh.contiguous(), None, *dropout)
             dx = dx.to(ctx.dtype)
         return None, dx, dh if wants_residual else None, dgate, None, None, None
 
@@ -169,6 +169,7 @@ def _differentiable(c: NormCall, dy: Tensor, wants: list[bool]) -> list[Tensor |
     return autograd.differentiable(norm, [dy], [c.input, other_row(c.stages, None), c.weight, c.bias], wants)
 
 
+@autograd.verb
 def staged_row_norm(*args: Any) -> tuple[Tensor, Tensor]:
     """Return what `kernel_fusion::staged_row_norm` does, by the Triton kernels if they take the call."""
     c = norm_call(*args)

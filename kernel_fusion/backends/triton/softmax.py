@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -80,31 +81,23 @@ def backward(dy: Tensor, y: Tensor, scale: float, leaves_out: bool) -> Tensor:
     return dx
 
 
-class Softmax(torch.autograd.Function):
-    """Autograd of the operator."""
+def _kept(args: Sequence[Any], y: Tensor, _: Sequence[bool]) -> Sequence[Any]:
+    """What backward reads: y, the scale, whether elements are left out, and the dtypes of input and mask."""
+    input, mask, scale, causal = args
+    leaves_out = causal or (mask is not None and mask.dtype == torch.bool)
+    return y, scale, leaves_out, input.dtype, None if mask is None else mask.dtype
 
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        """y."""
-        input, mask, scale, causal = args
-        y: Tensor = torch.ops.kernel_fusion.triton_softmax_fwd(*args)
-        ctx.save_for_backward(y)
-        ctx.scale, ctx.dtypes = scale, (input.dtype, None if mask is None else mask.dtype)
-        ctx.leaves_out = causal or (mask is not None and mask.dtype == torch.bool)
-        return y
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        """Gradients of the input and of an additive mask."""
-        (dy,) = grads
-        (y,) = ctx.saved_tensors
-        # y carries its history, so the formula, which is one of y, can be differentiated.
-        gradient = _formula if torch.is_grad_enabled() else torch.ops.kernel_fusion.triton_softmax_bwd
-        dx, dmask = (
-            cast(gradient(dy, y, scale, ctx.leaves_out), dtype) if wanted else None
-            for scale, dtype, wanted in zip((ctx.scale, 1.0), ctx.dtypes, ctx.needs_input_grad[:2], strict=True)
-        )
-        return dx, dmask, None, None
+def _gradients(kept: Sequence[Any], grads: Sequence[Any], wants: Sequence[bool]) -> list[Tensor | None]:
+    """Gradients of the input and of an additive mask."""
+    y, scale, leaves_out, *dtypes = kept
+    (dy,) = grads
+    # y carries its history, so the formula, which is one of y, can be differentiated.
+    gradient = _formula if torch.is_grad_enabled() else torch.ops.kernel_fusion.triton_softmax_bwd
+    return [
+        cast(gradient(dy, y, factor, leaves_out), dtype) if wanted else None
+        for factor, dtype, wanted in zip((scale, 1.0), dtypes, wants, strict=False)
+    ]
 
 
 def _formula(dy: Tensor, y: Tensor, scale: float, leaves_out: bool) -> Tensor:
@@ -116,16 +109,15 @@ def _formula(dy: Tensor, y: Tensor, scale: float, leaves_out: bool) -> Tensor:
     return dx.masked_fill(y == 0, 0.0) if leaves_out else dx
 
 
-def softmax(input: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
-    """Return what `kernel_fusion::softmax` does, by the Triton kernels if they take the call."""
-    args = (input, mask, scale, causal)
-    if autograd.needs_definition([input], [mask]) or (mask is not None and not _is_mask(mask, input)):
-        return torch.ops.kernel_fusion.softmax_reference(*args)  # type: ignore[no-any-return]
-    if autograd.requires_grad(input, mask):
-        return Softmax.apply(*args)  # type: ignore[no-untyped-call,no-any-return]
-    return torch.ops.kernel_fusion.triton_softmax_fwd(*args)  # type: ignore[no-any-return]
-
-
 def _is_mask(mask: Tensor, input: Tensor) -> bool:
     """Whether the kernels take this mask of the input."""
     return shaped(input.shape, mask) and (mask.dtype == torch.bool or floating(mask))
+
+
+autograd.define(
+    "softmax",
+    takes=lambda input, mask, *_: mask is None or _is_mask(mask, input),
+    forward=torch.ops.kernel_fusion.triton_softmax_fwd,
+    backward=_gradients,
+    keep=_kept,
+)
