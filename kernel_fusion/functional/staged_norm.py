@@ -35,8 +35,8 @@ Arrange = Callable[
     [str, dict[str, Any], Norm, dict[str, Any], dict[str, Any]], tuple[Sequence[Tensor | None], tuple[Any, ...]]
 ]
 
-_DEFAULTS = {each.name: each.default for each in ARGUMENTS}
-_place = {name: place for place, name in enumerate(_DEFAULTS, 1)}.__getitem__
+_DEFAULTS = tuple(each.default for each in ARGUMENTS)
+_PLACES = {each.name: place for place, each in enumerate(ARGUMENTS)}
 
 
 def _rounding(verb: str, _: str, value: str) -> str:
@@ -102,7 +102,12 @@ def staged(
         plain = None if isinstance(out_dtype, Quantize) else out_dtype
         args += plain, name.endswith("rms_norm")
         if stages:  # each default that is passed costs 0.2 µs, so those at the end are left out
-            args += tuple((_DEFAULTS | stages).values())[: max(map(_place, stages))]
+            given, count = [*_DEFAULTS], 0
+            for stage, value in stages.items():
+                place = _PLACES[stage]
+                given[place] = value
+                count = max(count, place + 1)
+            args += tuple(given[:count])
         if isinstance(out_dtype, Quantize):
             if group is not None:
                 raise checks.refusal(name, "out_dtype", "group")

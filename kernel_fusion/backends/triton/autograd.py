@@ -41,8 +41,8 @@ def define(
         forward: the operator on the kernels, from the same arguments.
         backward: the gradients of the first arguments, from what was kept, the gradients of the results, and which
             gradients somebody wants. It is differentiable where gradients are recorded.
-        keep: what backward reads, from the arguments, the results, and which gradients somebody wants. By default that
-            is the arguments.
+        keep: what backward reads, from the arguments, the results, and which gradients somebody wants. It keeps
+            the arguments by default.
     """
     signature = signatures.OPERATORS[name]
     reference = getattr(torch.ops.kernel_fusion, f"{name}_reference")
