@@ -211,7 +211,7 @@ _OF_CPU = (
     ),
     Mutant(
         "cpu: causal keeps a column more", f"{_EXTENSION}/cpu/kernels/softmax.cpp",
-        "row % c.causal_rows + 1", "row % c.causal_rows + 2",
+        "index % c.causal_rows + 1", "index % c.causal_rows + 2",
         "tests/test_oracle_softmax.py::test_causal",
     ),
     Mutant(
