@@ -80,7 +80,7 @@ def gated_rms_norm(
     norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
     options = {"gate_activation": gate_activation, "gate_first": gate_first, "group_size": group_size}
     options |= {"rounding": rounding}
-    y = staged(gated_rms_norm, {"input": input, "gate": gate}, norm, options, backend, arrange=_gated).output
+    y = staged(gated_rms_norm, {"input": input, "gate": gate}, norm, options, backend, arrange=_gated)[0]
     return y if group_size is None else _ungrouped(y, input)
 
 
@@ -122,7 +122,7 @@ def gated_layer_norm(
     norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
     options = {"gate_activation": gate_activation, "gate_first": gate_first, "group_size": group_size}
     options |= {"rounding": rounding}
-    y = staged(gated_layer_norm, {"input": input, "gate": gate}, norm, options, backend, arrange=_gated).output
+    y = staged(gated_layer_norm, {"input": input, "gate": gate}, norm, options, backend, arrange=_gated)[0]
     return y if group_size is None else _ungrouped(y, input)
 
 

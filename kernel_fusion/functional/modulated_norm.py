@@ -85,7 +85,7 @@ def modulated_layer_norm(
     norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
     options: dict[str, Any] = {"scale": scale, "shift": shift}
     options |= {"pre_activation": pre_activation, "activation": activation}
-    return staged(modulated_layer_norm, {"input": input}, norm, options, backend, arrange=_modulated).output
+    return staged(modulated_layer_norm, {"input": input}, norm, options, backend, arrange=_modulated)[0]
 
 
 def modulated_rms_norm(
@@ -119,7 +119,7 @@ def modulated_rms_norm(
     norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
     options: dict[str, Any] = {"scale": scale, "shift": shift}
     options |= {"pre_activation": pre_activation, "activation": activation}
-    return staged(modulated_rms_norm, {"input": input}, norm, options, backend, arrange=_modulated).output
+    return staged(modulated_rms_norm, {"input": input}, norm, options, backend, arrange=_modulated)[0]
 
 
 def add_modulated_layer_norm(
@@ -176,7 +176,7 @@ def add_modulated_layer_norm(
     rows, p = {"input": input, "residual": residual}, dropout_p if training else 0.0
     options: dict[str, Any] = {"scale": scale, "shift": shift, "gate": gate}
     options |= {"pre_activation": pre_activation, "activation": activation}
-    return staged(add_modulated_layer_norm, rows, norm, options, backend, arrange=_modulated, dropout_p=p)
+    return staged(add_modulated_layer_norm, rows, norm, options, backend, arrange=_modulated, dropout_p=p)  # type: ignore[return-value]
 
 
 def add_modulated_rms_norm(
@@ -216,7 +216,7 @@ def add_modulated_rms_norm(
     rows, p = {"input": input, "residual": residual}, dropout_p if training else 0.0
     options: dict[str, Any] = {"scale": scale, "shift": shift, "gate": gate}
     options |= {"pre_activation": pre_activation, "activation": activation}
-    return staged(add_modulated_rms_norm, rows, norm, options, backend, arrange=_modulated, dropout_p=p)
+    return staged(add_modulated_rms_norm, rows, norm, options, backend, arrange=_modulated, dropout_p=p)  # type: ignore[return-value]
 
 
 def _modulated(

@@ -101,7 +101,7 @@ def layer_norm(
     plain = pre_activation is None and activation is None and rounding == "once" and group is None
     if not plain or type(out_dtype) is Quantize:
         options = {"pre_activation": pre_activation, "activation": activation, "rounding": rounding}
-        return staged(layer_norm, {"input": input}, norm, options, backend, arrange=as_given, group=group).output
+        return staged(layer_norm, {"input": input}, norm, options, backend, arrange=as_given, group=group)[0]
     try:
         if backend is None and state.backend is None:
             num_dims = num_normalized_dims(input, normalized_shape)
@@ -168,7 +168,7 @@ def rms_norm(
     plain = pre_activation is None and activation is None and rounding == "once" and group is None
     if not plain or type(out_dtype) is Quantize:
         options = {"pre_activation": pre_activation, "activation": activation, "rounding": rounding}
-        return staged(rms_norm, {"input": input}, norm, options, backend, arrange=as_given, group=group).output
+        return staged(rms_norm, {"input": input}, norm, options, backend, arrange=as_given, group=group)[0]
     try:
         if backend is None and state.backend is None:
             num_dims = num_normalized_dims(input, normalized_shape)
@@ -262,7 +262,7 @@ def add_layer_norm(
     rows = {"input": input, "residual": residual}
     options = {"pre_activation": pre_activation, "activation": activation, "rounding": rounding}
     p = dropout_p if training else 0.0
-    return staged(add_layer_norm, rows, norm, options, backend, arrange=as_given, dropout_p=p, group=group)
+    return staged(add_layer_norm, rows, norm, options, backend, arrange=as_given, dropout_p=p, group=group)  # type: ignore[return-value]
 
 
 def add_rms_norm(
@@ -303,4 +303,4 @@ def add_rms_norm(
     rows = {"input": input, "residual": residual}
     options = {"pre_activation": pre_activation, "activation": activation, "rounding": rounding}
     p = dropout_p if training else 0.0
-    return staged(add_rms_norm, rows, norm, options, backend, arrange=as_given, dropout_p=p, group=group)
+    return staged(add_rms_norm, rows, norm, options, backend, arrange=as_given, dropout_p=p, group=group)  # type: ignore[return-value]
