@@ -16,7 +16,7 @@ LENGTHS = (
     *(64, 128, 256, 384, 512, 640, 768, 896, 1024, 1152, 1280, 1536, 1600, 2048, 2304, 2560, 2880, 3072, 3584, 4096),
     *(5120, 6144, 7168, 8192, 12288, 13824, 16384, 20480, 24576, 32768),
 )
-# By name, how a call differs from the plain norm whose bits it would have.
+# The ways in which a call differs from the plain norm whose bits it would have, by name.
 CHANGES: dict[str, Callable[[RowNormSpec], RowNormSpec]] = {
     "training": lambda spec: replace(spec, direction="forward"),
     "residual, activation or gate": lambda spec: replace(spec, residual=spec.x),
@@ -44,7 +44,8 @@ def other_orders() -> Iterator[str]:
         for rms in (True, False):
             for dtype in ("bf16", "f32"):
                 lengths = [str(cols) for cols in LENGTHS if differs(change, cols, dtype, rms)]
-                same = "none" if not lengths else ", ".join(lengths)
-                cells.append("all but 32768" if len(lengths) == len(LENGTHS) - 1 else same)
+                others = [str(cols) for cols in LENGTHS if str(cols) not in lengths]
+                few = f"all but {others[0]}" if len(others) == 1 else ", ".join(lengths)
+                cells.append("all" if not others else few or "none")
         rows.append([change, *cells])
     yield from table(["", "RMSNorm bf16", "RMSNorm fp32", "LayerNorm bf16", "LayerNorm fp32"], rows)

@@ -94,7 +94,7 @@ PAIRS: dict[str, Pair] = {
 }
 
 
-# What changes a GPU's plan, and so perhaps the order of its sums, by a part of the pair's name.
+# The change of a GPU's plan, and so perhaps of the order of its sums, by a part of the pair's name.
 _CHANGES = {"in fp32": "weight in fp32", "of a sum": "residual, activation or gate"}
 
 

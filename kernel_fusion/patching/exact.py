@@ -80,11 +80,11 @@ def _classes_asked(module: nn.Module, question: Question) -> set[type] | None:
 
 
 class _Unknown:
-    """What a text stands for that cannot be told."""
+    """The value of a text that cannot be told."""
 
 
 def _value(module: nn.Module, function: types.FunctionType, text: str | None) -> Any:
-    """What a text in a method of this module stands for."""
+    """The value of a text in a method of this module."""
     code = function.__code__
     names = dict(zip(code.co_freevars, closure(function), strict=True))
     if code.co_varnames[:1] == ("self",):

@@ -154,7 +154,7 @@ def _value(module: nn.Module, value: Any) -> Any:
 
 
 def buffers(module: nn.Module) -> tuple[Any, ...]:
-    """What an examination sees of a module's buffers: of those on `meta` no values, those of small ones, the others."""
+    """The buffers as an examination sees them: the values of small ones, no values of those on `meta`."""
     return tuple((name, None if b is None else _seen(b)) for name, b in module._buffers.items())
 
 

@@ -207,7 +207,7 @@ def _backward_columns(
 
 
 def _kept(args: Sequence[Any], _: Tensor, wants: Sequence[bool]) -> Sequence[Any]:
-    """What backward reads."""
+    """The arguments of backward that forward keeps."""
     a, b, combine, *rest = args
     reads_b = combine != "gate" or wants[0]  # the value's gradient does not depend on the value
     return a, b if reads_b else autograd.unread(b), combine, *rest

@@ -82,7 +82,7 @@ def backward(dy: Tensor, y: Tensor, scale: float, leaves_out: bool) -> Tensor:
 
 
 def _kept(args: Sequence[Any], y: Tensor, _: Sequence[bool]) -> Sequence[Any]:
-    """What backward reads: y, the scale, whether elements are left out, and the dtypes of input and mask."""
+    """Backward reads these: y, the scale, whether elements are left out, and the dtypes of input and mask."""
     input, mask, scale, causal = args
     leaves_out = causal or (mask is not None and mask.dtype == torch.bool)
     return y, scale, leaves_out, input.dtype, None if mask is None else mask.dtype

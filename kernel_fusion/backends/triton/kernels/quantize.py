@@ -51,7 +51,7 @@ def _float8(y, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
 
 @triton.jit
 def divisor(s):
-    """What `encode` needs of a scale s: -p, p s and -1 / (p s), the last one rounded correctly.
+    """The numbers that `encode` needs of a scale s: -p, p s and -1 / (p s), the last one rounded correctly.
 
     The power of two p keeps the remainders of the division from underflow, and the reciprocal normal. If s is infinite,
     p s is 0.
@@ -94,7 +94,7 @@ def encode(v, scale, C: tl.constexpr):
 
 @triton.jit
 def given_scale(ptr, C: tl.constexpr):
-    """What `encode` needs of a given scale. If none is given, this is a stand-in that nothing reads."""
+    """The numbers that `encode` needs of a given scale. If none is given, nothing reads them."""
     s = tl.full([1, 1], 1.0, tl.float32)
     if C.given:
         s = s * tl.load(ptr)
