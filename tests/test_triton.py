@@ -415,7 +415,7 @@ def test_plans_fit(cols: int, warp_size: int, itemsize: int, staged: bool) -> No
     plans = [
         plan.norm_forward(cols, itemsize),
         plan.norm_backward(cols, itemsize, staged),
-        plan.softmax_backward(cols, itemsize == 8),
+        plan.row_plan(cols, itemsize == 8, kept=2),
         plan.norm_columns(itemsize),
         plan.columns(cols),
         plan.pointwise(cols),

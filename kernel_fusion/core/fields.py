@@ -96,6 +96,11 @@ def _kind(hint: Any) -> Any:
     return Several(_kind(args[0]), len(args)) if args else hint
 
 
+def flags(owner: Any) -> list[str]:
+    """The names of the fields that are true or false, of a dataclass or of one of its objects."""
+    return [name for name, kind in kinds(owner if isinstance(owner, type) else type(owner)).items() if kind is bool]
+
+
 def numbers(kind: Any, value: Any) -> list[int]:
     """The integers that stand for a value of this kind. The kind may be a base class of the value's class."""
     if is_struct(kind):

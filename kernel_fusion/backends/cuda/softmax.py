@@ -1,4 +1,4 @@
-"""Softmax: plans and sources (kernels/softmax.cuh, softmax_bwd.cuh)."""
+"""Softmax: plans and sources (kernels/softmax.cuh)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.backends.cuda.plan import Pace, Ring
 from kernel_fusion.backends.cuda.row_plan import RowPlan, resident_plan, row_constants, streamed_plan, twice_plan
 from kernel_fusion.backends.cuda.source import Source
-from kernel_fusion.core.fields import constants
+from kernel_fusion.core.fields import constants, flags
 from kernel_fusion.core.other_specs import RowAccess, SoftmaxAccess, SoftmaxBwdSpec, SoftmaxSpec
 from kernel_fusion.core.spec import ITEMSIZE, VECTOR_BYTES
 
@@ -97,7 +97,7 @@ def source(spec: SoftmaxSpec, access: SoftmaxAccess, plan: RowPlan) -> Source:
     """The source of the kernel."""
     types: dict[str, str | None] = {"X": spec.x, "MaskType": spec.mask, "Acc": spec.acc}
     known = row_constants(plan, access.vec, {"X": access.x, "Mask": access.other, "Y": RowAccess()})
-    known |= constants(spec, "causal", "scaled") | constants(access, "mask_repeats")
+    known |= constants(spec, *flags(spec)) | constants(access, "mask_repeats")
     return Source(f"kf_softmax_{spec.x}", "softmax", "SoftmaxArgs", types, known, plan.threads, plan.min_blocks)
 
 
@@ -105,6 +105,6 @@ def source_bwd(spec: SoftmaxBwdSpec, access: SoftmaxAccess, plan: RowPlan) -> So
     """The same of backward."""
     types: dict[str, str | None] = {"DY": spec.dy, "Y": spec.y, "DX": spec.dx, "Acc": spec.acc}
     known = row_constants(plan, access.vec, {"Y": access.x, "DY": access.other, "DX": RowAccess()})
-    known |= constants(spec, "leaves_out")
+    known |= constants(spec, *flags(spec))
     name = f"kf_softmax_bwd_{spec.y}"
-    return Source(name, "softmax_bwd", "SoftmaxBwdArgs", types, known, plan.threads, plan.min_blocks)
+    return Source(name, "softmax", "SoftmaxBwdArgs", types, known, plan.threads, plan.min_blocks)

@@ -24,7 +24,7 @@ def plan_lines(verb: str, arguments: dict[str, Any]) -> tuple[str, ...]:
         return _norm_lines(shape if isinstance(shape, int) else math.prod(shape), arguments, device)
     if "causal" in arguments:  # the weights of attention
         cols = first.shape[arguments["dim"]] if "dim" in arguments else arguments["key"].shape[-2]
-        layouts = plan.row_plan(cols, wide), plan.softmax_backward(cols, wide)
+        layouts = plan.row_plan(cols, wide), plan.row_plan(cols, wide, kept=2)
         return f"forward: {_shown(layouts[0], device)}", f"backward: {_shown(layouts[1], device)}"
     if verb in ("rope", "qk_norm_rope"):
         return _rotary_lines(first, arguments, device)

@@ -18,9 +18,9 @@ from kernel_fusion.backends.triton import (  # noqa: F401
     rotary,
     row_norm_autograd,
     row_norm_parts,
-    softmax,
 )
 from kernel_fusion.backends.triton.autograd import VERBS
+from kernel_fusion.backends.triton.kernels import softmax  # noqa: F401
 from kernel_fusion.core import arguments
 
 

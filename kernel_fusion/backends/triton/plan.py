@@ -19,6 +19,8 @@ CHUNK = 4096
 _SHORT_TILE = 2048
 # The largest block of a norm.
 _NORM_BLOCK = 4096
+# The longest row of float32 of which a kernel keeps one number for each element.
+_LONGEST_ROW = 32768
 # The longest row that forward of a norm keeps, at 32 registers in each of 1024 threads.
 _LONGEST_FORWARD = 32768
 # Columns of a block of longer rows in forward. The second reading of the row finds it in the L2 cache.
@@ -73,16 +75,18 @@ def _warps(elements: int, per_thread: int) -> int:
     return min(_MAX_WARPS, max(4, _power_of_two(-(-elements // (per_thread * 32)))))
 
 
-def row_plan(cols: int, wide: bool, longest: int = 32768) -> Plan:
-    """The plan of a kernel that keeps a row in one block: softmax, quantisation and reductions.
+def row_plan(cols: int, wide: bool, kept: int = 1) -> Plan:
+    """The plan of a kernel that keeps a row in one block, unless the row is too long.
 
     Args:
         cols: The length of a row.
         wide: Whether the kernel computes in float64, which takes twice the registers.
-        longest: The longest row that is kept whole, in float32.
+        kept: How many numbers the kernel keeps for each element.
     """
     block = _block(cols)
-    longest, per_thread = (longest // 2, _PER_THREAD // 2) if wide else (longest, _PER_THREAD)
+    longest, per_thread = _LONGEST_ROW // kept, _PER_THREAD
+    if wide:
+        longest, per_thread = longest // 2, per_thread // 2
     looped = block > longest
     if looped:
         block = CHUNK
@@ -187,11 +191,6 @@ def _width(itemsize: int) -> int:
     return max(1, itemsize // 4)
 
 
-def softmax_backward(cols: int, wide: bool) -> Plan:
-    """The plan of softmax's backward pass, which keeps y and dy of a row; `wide` is for float64."""
-    return row_plan(cols, wide, 16384)
-
-
 def columns(cols: int) -> Plan:
     """The plan of a kernel that sums over rows: a program moves at most 512 columns down its rows."""
     block = max(16, min(512, _power_of_two(int(cols))))
@@ -212,7 +211,7 @@ def quantize(cols: int, itemsize: int, divided: bool) -> Plan:
     Args:
         cols: The length of a row.
         itemsize: The bytes of an element of the tensor.
-        divided: Whether blocks of a row are independent. If they are not, a row lies in one block, as in softmax.
+        divided: Whether blocks of a row are independent. If they are not, a row lies in one block.
     """
     layout = row_plan(cols, itemsize > 4)
     block, rows = layout.block, layout.rows

@@ -25,6 +25,13 @@ Dtype mask_dtype(const OptionalTensor& mask) {
 bool repeats_column(const Tensor& mask) { return mask.stride(-1) == 0; }
 Rows rows_of_mask(const Tensor& mask) { return Rows(repeats_column(mask) ? mask.narrow(-1, 0, 1) : mask, 1); }
 
+SoftmaxSpec spec_of(const SoftmaxCall& c) {
+  return {cpu_dtype(c.input.scalar_type()), mask_dtype(c.mask), c.causal, c.scale != 1};
+}
+SoftmaxBwdSpec spec_of(const SoftmaxBwdCall& c, const Tensor& dy) {
+  return {cpu_dtype(dy.scalar_type()), cpu_dtype(c.y.scalar_type()), cpu_dtype(c.y.scalar_type()), c.leaves_out};
+}
+
 // ---- On the CPU threads share the rows; on CUDA: arguments -> key -> launch. A mask has the shape of the input.
 // --------------
 
@@ -33,20 +40,12 @@ void softmax_cpu(const SoftmaxCall& call, Tensor& y) {
   const bool masked = present(call.mask);
   const Rows mask = masked ? rows_of_mask(*call.mask) : x;
   constexpr int64_t kVector = 64;  // no vector has more elements
-  const Dtype type = cpu_dtype(call.input.scalar_type());
-  const bool in_place = type == cpu_dtype(acc_dtype(call.input)) && x.cols % kVector == 0;
-  const cpu::Softmax args{bytes(x.tensor),
-                          masked ? bytes(mask.tensor) : nullptr,
-                          static_cast<char*>(y.data_ptr()),
-                          x.layout,
-                          mask.layout,
-                          x.cols,
-                          masked && !repeats_column(*call.mask),
-                          call.causal ? call.input.size(-2) : 0,
-                          call.scale,
-                          type,
-                          mask_dtype(call.mask),
-                          in_place};
+  const SoftmaxSpec spec = spec_of(call);
+  const bool in_place = spec.x == cpu_dtype(acc_dtype(call.input)) && x.cols % kVector == 0;
+  const cpu::Softmax args{
+      spec,        bytes(x.tensor), masked ? bytes(mask.tensor) : nullptr, static_cast<char*>(y.data_ptr()),      x.layout,
+      mask.layout, x.cols,          masked && !repeats_column(*call.mask), call.causal ? call.input.size(-2) : 0, call.scale,
+      in_place};
   count(Counter::kCpuForward);
   prefer_huge_pages(y);
   run_rows(cpu::kernels().softmax, args, x.rows);
@@ -57,9 +56,8 @@ void softmax_bwd_cpu(const SoftmaxBwdCall& call, Tensor& dx) {
   const Tensor dy = mixes(y.scalar_type(), call.dy.scalar_type()) ? call.dy : call.dy.to(y.scalar_type());
   const int64_t cols = y.size(-1), rows = y.numel() / cols;
   const bool streams = past_caches(dy.nbytes() + y.nbytes() + dx.nbytes(), free_threads());
-  const Dtype dy_type = cpu_dtype(dy.scalar_type()), type = cpu_dtype(y.scalar_type());
-  const cpu::SoftmaxBackward args{bytes(dy), bytes(y),       static_cast<char*>(dx.data_ptr()), cols, call.scale, dy_type, type,
-                                  streams,   call.leaves_out};
+  const cpu::SoftmaxBackward args{spec_of(call, dy), bytes(dy), bytes(y), static_cast<char*>(dx.data_ptr()), cols,
+                                  call.scale,        streams};
   count(Counter::kCpuBackward);
   prefer_huge_pages(dx);
   run_rows(cpu::kernels().softmax_bwd, args, rows);
@@ -84,7 +82,6 @@ void softmax_cuda(const SoftmaxCall& call, Tensor& y) {
   const bool masked = present(call.mask), repeats = masked && repeats_column(*call.mask);
   const Rows mask = masked ? rows_of_mask(*call.mask) : x;
   const int64_t vec = dividing_power(x.cols, kVectorBytes / size_of(call.input.scalar_type()));
-  const SoftmaxSpec spec{cpu_dtype(call.input.scalar_type()), mask_dtype(call.mask), call.causal, call.scale != 1};
   SoftmaxAccess access{static_cast<int>(vec), softmax_capacity(x.cols / vec), row_access(x, vec)};
   if (masked) {
     access.other = repeats ? RowAccess{.strided = mask.strided} : row_access(mask, vec);
@@ -93,7 +90,7 @@ void softmax_cuda(const SoftmaxCall& call, Tensor& y) {
   const SoftmaxArgs args{x.data(),  masked ? mask.data() : nullptr,        y.data_ptr(), x.rows,
                          x.cols,    call.causal ? call.input.size(-2) : 1, x.layout,     mask.layout,
                          call.scale};
-  launch_over(x.rows, call.input.device(), spec, access, &args);
+  launch_over(x.rows, call.input.device(), spec_of(call), access, &args);
 }
 
 void softmax_bwd_cuda(const SoftmaxBwdCall& call, Tensor& dx) {
@@ -101,13 +98,11 @@ void softmax_bwd_cuda(const SoftmaxBwdCall& call, Tensor& dx) {
   const Rows dy_rows(dy, 1), y_rows(y, 1);
   check_softmax_cols(y_rows.cols);
   const int64_t vec = dividing_power(y_rows.cols, kVectorBytes / size_of(y.scalar_type()));
-  const SoftmaxBwdSpec spec{cpu_dtype(dy.scalar_type()), cpu_dtype(y.scalar_type()), cpu_dtype(dx.scalar_type()),
-                            call.leaves_out};
   const SoftmaxAccess access{static_cast<int>(vec), softmax_capacity(y_rows.cols / vec), row_access(y_rows, vec),
                              row_access(dy_rows, vec)};
   const SoftmaxBwdArgs args{dy_rows.data(), y_rows.data(),  dx.data_ptr(), y_rows.rows,
                             y_rows.cols,    dy_rows.layout, y_rows.layout, call.scale};
-  launch_over(y_rows.rows, y.device(), spec, access, &args);
+  launch_over(y_rows.rows, y.device(), spec_of(call, dy), access, &args);
 }
 
 constexpr Kernels softmax_kernels{softmax_cpu, softmax_cuda};

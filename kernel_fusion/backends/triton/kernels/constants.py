@@ -76,7 +76,7 @@ class Constants:
         """Return an expression that needs no import, because Inductor writes it into the code that it generates."""
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
         values = ", ".join(f"{name}={getattr(value, 'value', value)!r}" for name, value in plain.items())
-        return f"__import__({__name__!r}, fromlist=['_']).{type(self).__name__}({values})"
+        return f"__import__({type(self).__module__!r}, fromlist=['_']).{type(self).__name__}({values})"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -239,26 +239,6 @@ class Reduction(Constants):
 
     map: str
     mean: bool
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class Softmax(Constants):
-    """The constants of softmax.
-
-    Attributes:
-        scale: The number that multiplies the input.
-        leaves_out: Whether the mask or the diagonal leaves elements out, which are then zero.
-        mask: The kind of mask: "none", "bool" or "additive".
-        causal: Whether elements beyond the diagonal are left out.
-    """
-
-    scale: float
-    unit: int
-    looped: bool
-    leaves_out: bool
-    mask: str = "none"
-    causal: bool = False
-    flat: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "cuda/specs.h"
 #include "stage_options.h"
 #include "shared/row_norm_args.h"
 
@@ -267,6 +268,7 @@ using StoreSums = void(const double* sums, int64_t n, double divisor, Dtype type
 // ---- Softmax ---------------------------------------------------------------------------------------------------------------
 
 struct Softmax {
+  SoftmaxSpec spec;
   const char* x;
   const char* mask;
   char* y;  // contiguous
@@ -274,7 +276,6 @@ struct Softmax {
   int64_t cols, mask_stride;  // a mask stride of 0 uses one column of the mask for all columns
   int64_t causal_rows;        // rows per matrix, of which row i keeps columns 0 ... i; 0: not causal
   double scale;
-  Dtype type, mask_type = Dtype::kAbsent;  // a mask of kBool says what to keep, others are added
 
   struct Carry {
     double largest, sum;  // the largest logit, and the sum of exp(logit - largest)
@@ -284,20 +285,19 @@ struct Softmax {
   bool in_place = false;  // the exponentials lie in y
   RowShape shape() const {
     constexpr int64_t kWhole = 64;  // no vectors are longer
-    return {cols, 8192, in_place ? 0 : (cols + kWhole) * (type == Dtype::kDouble ? 8 : 4)};
+    return {cols, 8192, in_place ? 0 : (cols + kWhole) * (spec.x == Dtype::kDouble ? 8 : 4)};
   }
 };
 
 // All rows are contiguous.
 struct SoftmaxBackward {
+  SoftmaxBwdSpec spec;  // y and dx have one type
   const char* dy;
   const char* y;
   char* dx;
   int64_t cols;
   double scale;
-  Dtype dy_type, type;
   bool streams;
-  bool leaves_out;  // there was a mask: dx is 0 where y is 0
 
   using Carry = double;
   using Total = double;

@@ -23,10 +23,10 @@ template <class A> inline constexpr A kNothing = -std::numeric_limits<A>::infini
 // Writes the masked logits of a chunk to `logits`.
 template <class A>
 void masked_chunk(const Softmax& c, const char* x, const char* mask, int64_t start, int64_t n, A* logits, A* room) {
-  load_chunk<A>(c.type, x + start * size_of(c.type), 1, n, logits);
+  load_chunk<A>(c.spec.x, x + start * size_of(c.spec.x), 1, n, logits);
   const A scale = static_cast<A>(c.scale);
-  if (c.mask_type != Dtype::kBool) {
-    load_chunk<A>(c.mask_type, mask + start * c.mask_stride * size_of(c.mask_type), c.mask_stride, n, room);
+  if (c.spec.mask != Dtype::kBool) {
+    load_chunk<A>(c.spec.mask, mask + start * c.mask_stride * size_of(c.spec.mask), c.mask_stride, n, room);
     for (int64_t i = 0; i < n; ++i) logits[i] = logits[i] * scale + room[i];
   } else {
     const char* keep = mask + start * c.mask_stride;
@@ -94,11 +94,11 @@ template <class A> struct SoftmaxRows {
     int64_t kept;  // columns from here on are left out
   };
   const Softmax& c;
-  const int64_t element = size_of(c.type);
+  const int64_t element = size_of(c.spec.x);
   ChainLoop<A> quotients{};
 
   Row row(int64_t index, char* room) const {
-    const int64_t mask_element = c.mask_type == Dtype::kBool ? 1 : size_of(c.mask_type);
+    const int64_t mask_element = c.spec.mask == Dtype::kBool ? 1 : size_of(c.spec.mask);
     char* y = c.y + index * c.cols * element;
     return {c.x + row_offset(c.x_rows, index) * element, c.mask + row_offset(c.mask_rows, index) * mask_element, y,
             reinterpret_cast<A*>(c.in_place ? y : room), c.causal_rows ? std::min(c.cols, index % c.causal_rows + 1) : c.cols};
@@ -125,15 +125,15 @@ template <class A> struct SoftmaxRows {
   }
 
   void write(const Row& row, int64_t begin, int64_t end, const Softmax::Carry& piece, const Softmax::Total& total) {
-    const bool fully_masked = total.sum == 0 && (c.causal_rows || c.mask_type != Dtype::kAbsent);
+    const bool fully_masked = total.sum == 0 && (c.causal_rows || c.spec.mask != Dtype::kAbsent);
     const int64_t n = fully_masked ? 0 : std::clamp<int64_t>(row.kept - begin, 0, end - begin);
     char* const y = row.y + begin * element;
     quotients.scale = factor(piece, total);
     quotients.a.data = row.exponentials + begin;
-    quotients.first = {c.type, y};
+    quotients.first = {c.spec.x, y};
     run_values(quotients, n);
     std::memset(y + n * element, 0, (end - begin - n) * element);
-    if (total.sum != total.sum && c.mask_type == Dtype::kBool) {  // all are NaN, except those that the mask leaves out
+    if (total.sum != total.sum && c.spec.mask == Dtype::kBool) {  // all are NaN, except those that the mask leaves out
       const char* keep = row.mask + begin * c.mask_stride;
       for (int64_t i = 0; i < n; ++i)
         if (!keep[i * c.mask_stride]) std::memset(y + i * element, 0, element);
@@ -143,7 +143,7 @@ template <class A> struct SoftmaxRows {
  private:
   // The n logits of a row from column `start` on: where they lie or, if there is a mask, where their exponentials will lie.
   Logits<A> read_logits(const Row& row, int64_t begin, int64_t n) const {
-    if (c.mask_type == Dtype::kAbsent) return {{c.type, row.x + begin * element}, static_cast<A>(c.scale)};
+    if (c.spec.mask == Dtype::kAbsent) return {{c.spec.x, row.x + begin * element}, static_cast<A>(c.scale)};
     Chunk<A> masks;
     for (int64_t start = 0; start < n; start += kChunk<A>)
       masked_chunk<A>(c, row.x, row.mask, begin + start, std::min(kChunk<A>, n - start), row.exponentials + begin + start,
@@ -169,11 +169,11 @@ template <class T, class A> double dot(const Source<A>& dy, const Source<A>& y, 
 template <class A>
 [[gnu::noinline, gnu::cold]] void zero_where_left_out(const SoftmaxBackward& c, const char* y, char* dx, int64_t begin,
                                                       int64_t end) {
-  const int64_t element = size_of(c.type);
+  const int64_t element = size_of(c.spec.y);
   Chunk<A> values;
   for (int64_t start = begin; start < end; start += kChunk<A>) {
     const int64_t n = std::min(kChunk<A>, end - start);
-    load_chunk<A>(c.type, y + start * element, 1, n, values);
+    load_chunk<A>(c.spec.y, y + start * element, 1, n, values);
     for (int64_t i = 0; i < n; ++i)
       if (values[i] == 0) std::memset(dx + (start + i) * element, 0, element);
   }
@@ -188,11 +188,11 @@ template <class T, class A> struct SoftmaxGradients {
     char* dx;
   };
   const Args& c;
-  const int64_t element = size_of(c.type), dy_element = size_of(c.dy_type);
+  const int64_t element = size_of(c.spec.y), dy_element = size_of(c.spec.dy);
 
   Row row(int64_t index, char*) const {
     const int64_t first = index * c.cols;
-    return {{c.dy_type, c.dy + first * dy_element}, {c.type, c.y + first * element}, c.dx + first * element};
+    return {{c.spec.dy, c.dy + first * dy_element}, {c.spec.y, c.y + first * element}, c.dx + first * element};
   }
 
   double reduce(const Row& row, int64_t begin, int64_t end) const {
@@ -210,8 +210,8 @@ template <class T, class A> struct SoftmaxGradients {
   void write(const Row& row, int64_t begin, int64_t end, double, double sum) const {
     constexpr int64_t kStep = Pair<A>::kStep;
     const char *dy_bytes = static_cast<const char*>(row.dy.data), *y_bytes = static_cast<const char*>(row.y.data);
-    const Source<A> dy{c.dy_type, dy_bytes + begin * dy_element}, y{c.type, y_bytes + begin * element};
-    const auto dx = Target<A>::streamed(c.type, row.dx + begin * element, c.streams);
+    const Source<A> dy{c.spec.dy, dy_bytes + begin * dy_element}, y{c.spec.y, y_bytes + begin * element};
+    const auto dx = Target<A>::streamed(c.spec.y, row.dx + begin * element, c.streams);
     const bool streams = c.streams;  // a copy, as are the sources, because the compiler cannot know that no store changes it
     const int64_t cols = c.cols;
     const auto sums = both(static_cast<A>(sum)), scales = both(static_cast<A>(c.scale));
@@ -225,7 +225,7 @@ template <class T, class A> struct SoftmaxGradients {
       dx.template store<T>(i, gradient(dy.template load<T>(i, part), y.template load<T>(i, part)), part);
     });
     constexpr A kHarmless = std::numeric_limits<A>::max() * std::numeric_limits<A>::epsilon() / 4;
-    if (c.leaves_out && !(std::fabs(sum) < kHarmless)) {  // otherwise d - sums is finite, and its product with 0 is 0
+    if (c.spec.leaves_out && !(std::fabs(sum) < kHarmless)) {  // otherwise d - sums is finite, and its product with 0 is 0
       if (c.streams) finish_streams();
       zero_where_left_out<A>(c, y_bytes, row.dx, begin, end);
     }
@@ -240,13 +240,13 @@ template <class T, class A> void softmax_bwd_rows(const SoftmaxBackward& c, cons
 }  // namespace
 
 void softmax(const Softmax& c, const RowTask<Softmax>& task) {
-  if (c.type == Dtype::kDouble) run_rows(SoftmaxRows<double>{c}, c, task);
+  if (c.spec.x == Dtype::kDouble) run_rows(SoftmaxRows<double>{c}, c, task);
   else run_rows(SoftmaxRows<float>{c}, c, task);
 }
 
 void softmax_bwd(const SoftmaxBackward& c, const RowTask<SoftmaxBackward>& task) {
-  if (c.dy_type != c.type) return softmax_bwd_rows<AnyType, float>(c, task);  // never of double with others
-  with_type(c.type, [&]<class T>(T*) { softmax_bwd_rows<Alike<T>, AccOf<T>>(c, task); });
+  if (c.spec.dy != c.spec.y) return softmax_bwd_rows<AnyType, float>(c, task);  // never of double with others
+  with_type(c.spec.y, [&]<class T>(T*) { softmax_bwd_rows<Alike<T>, AccOf<T>>(c, task); });
 }
 
 }  // namespace kf::cpu::CPU_CAPABILITY
