@@ -1,4 +1,4 @@
-"""Fused norms, rotary embeddings, pointwise chains, reductions and softmax for PyTorch, on GPUs and CPUs.
+"""Fused norms, rotary embeddings, pointwise chains, reductions and attention weights for PyTorch, on GPUs and CPUs.
 
 Importing builds nothing and loads no compiler; the first call does.
 """
@@ -14,6 +14,7 @@ from kernel_fusion.config import use_backend
 from kernel_fusion.core.activations import ACTIVATIONS
 from kernel_fusion.core.quantize import Quantize
 from kernel_fusion.functional import *  # noqa: F403 - its `__all__` says what
+from kernel_fusion.functional.attention import *  # noqa: F403 - for type checkers, which do not add up `__all__`
 from kernel_fusion.functional.explain import Explanation, explain
 from kernel_fusion.functional.results import Quantized
 from kernel_fusion.nn import *  # noqa: F403

@@ -101,7 +101,7 @@ def fused_gelu_dropout(input: Tensor, p: float = 0.5, training: bool = True) -> 
 
 @documented(
     "attention_score",
-    "Scaled scores of attention, before any mask or softmax.",
+    "Scaled scores of attention, before any mask or normalisation.",
     _AS.format("attention_scores") + "; query and key have one dtype, as in\n`torch.matmul`.",
 )
 def fused_attention_score(query: Tensor, key: Tensor, scale: float | None = None) -> Tensor:

@@ -35,17 +35,17 @@ _DEFINITION = (
         "tests/test_oracle_stages.py::test_h_is_rounded_once_and_normalised_as_it_is",
     ),
     Mutant(
-        "eager: a mask is inverted", f"{_EAGER}/softmax.py",
+        "eager: a mask is inverted", f"{_EAGER}/attention.py",
         "(~mask", "(mask",
         "tests/test_oracle.py::test_long_double_results_are_those_of_the_definition -k softmax",
     ),
     Mutant(
-        "eager: causal keeps a column more", f"{_EAGER}/softmax.py",
+        "eager: causal keeps a column more", f"{_EAGER}/attention.py",
         ".tril()", ".tril(1)",
         "tests/test_oracle.py::test_long_double_results_are_those_of_the_definition -k softmax",
     ),
     Mutant(
-        "eager: gradients of a masked row are NaN", f"{_EAGER}/softmax.py",
+        "eager: gradients of a masked row are NaN", f"{_EAGER}/attention.py",
         "torch.softmax(logits.masked_fill(dead, 0.0), -1)", "torch.softmax(logits, -1)",
         "tests/test_oracle_softmax.py::test_a_row_with_nothing_left_is_zero",
     ),

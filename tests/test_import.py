@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import statistics
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -220,3 +221,10 @@ def test_unknown_name_is_an_attribute_error() -> None:
 
     with pytest.raises(AttributeError, match="module 'kernel_fusion' has no attribute 'layernorm'"):
         kf.layernorm  # noqa: B018
+
+
+def test_few_files_name_an_operation() -> None:
+    """What an operation of rows needs stands in few files; the word softmax tells which it takes."""
+    kinds = ("*.py", "*.h", "*.cpp", "*.cuh")
+    named = [path for kind in kinds for path in PACKAGE.rglob(kind) if re.search(r"\bsoftmax\b", path.read_text())]
+    assert len(named) <= 16, sorted(str(path.relative_to(PACKAGE)) for path in named)

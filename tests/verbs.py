@@ -288,14 +288,14 @@ _VERBS = (
         "softmax",
         {"x": _matrix},
         lambda x, **o: kf.softmax(x, scale=0.5, **o),
-        lambda x: unfused.softmax(x, 0.5),
+        lambda x: torch.softmax(unfused.scaled(x, 0.5), -1),
         batches=True,
     ),
     Verb(
         "softmax-masked",
         {"x": _matrix, "mask": _row},
         lambda x, mask, **o: kf.softmax(x, mask=mask, causal=True, **o),
-        lambda x, mask: unfused.softmax(x, mask=mask, causal=True),
+        lambda x, mask: torch.softmax(unfused.scaled(x, mask=mask, causal=True), -1),
         row_wise=False,
     ),
     Verb(
@@ -310,7 +310,7 @@ _VERBS = (
         "attention_weights",
         {"query": _matrix, "key": _keys},
         lambda q, k, **o: kf.attention_scores(q, k, 0.25, causal=True, normalize=True, **o),
-        lambda q, k: unfused.softmax(unfused.attention_scores(q, k, 0.25), causal=True),
+        lambda q, k: torch.softmax(unfused.masked(unfused.attention_scores(q, k, 0.25), causal=True), -1),
         row_wise=False,
     ),
     Verb(

@@ -174,7 +174,7 @@ def _softmax(name: str, values: Any = None, causal: bool = False) -> Operation:
         return [x, Argument("keep", shape, torch.bool, values=values, gradient=False, moved=not causal)]
 
     def pytorch(_: Dropout, x: Tensor, keep: Tensor | None = None) -> Tensor:
-        return unfused.softmax(x, scale, keep)
+        return torch.softmax(unfused.scaled(x, scale, keep), -1)
 
     def fused(x: Tensor, keep: Tensor | None = None, *, p: float, backend: str | None) -> Tensor:
         return kf.softmax(x, scale=scale, mask=None if causal else keep, causal=causal, backend=backend)
@@ -194,7 +194,7 @@ def _scores(name: str, weights: bool, **facts: Any) -> Operation:
 
     def pytorch(_: Dropout, query: Tensor, key: Tensor, keep: Tensor | None = None) -> Tensor:
         scores = unfused.attention_scores(query, key)
-        return unfused.softmax(scores, mask=keep) if weights else scores
+        return torch.softmax(unfused.masked(scores, keep), -1) if weights else scores
 
     def fused(query: Tensor, key: Tensor, keep: Tensor | None = None, *, p: float, backend: str | None) -> Tensor:
         return kf.attention_scores(query, key, causal=weights, normalize=weights, backend=backend)

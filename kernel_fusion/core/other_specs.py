@@ -118,7 +118,7 @@ class ReduceAccess:
 
 @dataclass(frozen=True)
 class SoftmaxSpec(ByX):
-    """Softmax of rows of x, perhaps with a mask ("b8": boolean), and perhaps with a `scale` other than 1."""
+    """The weights of rows of x, perhaps with a mask ("b8": boolean), and perhaps with a `scale` other than 1."""
 
     x: Dtype
     mask: Dtype | None = None
@@ -186,7 +186,7 @@ class RowAccess:
 
 @dataclass(frozen=True)
 class SoftmaxAccess:
-    """How a softmax's tensors lie.
+    """How the tensors lie of which weights are made.
 
     Attributes:
         vec: divides the row.

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from torch.utils import _pytree as pytree
 
-from kernel_fusion.functional import interop
-from kernel_fusion.functional.attention import attention_scores, softmax
+from kernel_fusion.functional import attention, interop
+from kernel_fusion.functional.attention import *  # noqa: F403 - its `__all__` says what
 from kernel_fusion.functional.gated_norm import gated_layer_norm, gated_rms_norm
 from kernel_fusion.functional.modulated_norm import (
     add_modulated_layer_norm,
@@ -35,7 +35,6 @@ __all__ = [
     "add_modulated_layer_norm",
     "add_modulated_rms_norm",
     "add_rms_norm",
-    "attention_scores",
     "bias_act",
     "gated_act",
     "gated_layer_norm",
@@ -48,9 +47,9 @@ __all__ = [
     "qk_norm_rope",
     "rms_norm",
     "rope",
-    "softmax",
     "sum_squared",
 ]
+__all__ += attention.__all__
 
 interop.keep_from_scripts(globals())
 

@@ -16,6 +16,8 @@ from kernel_fusion.errors import BackendUnavailableError
 from kernel_fusion.functional import interop
 from kernel_fusion.operators.dispatch import expandable, operator
 
+__all__ = ["attention_scores", "softmax"]
+
 # Rows that a causal product computes at a time: of 2048 columns five eighths are left.
 _PANEL_ROWS = 512
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from kernel_fusion.nn.attention import FusedSoftmax
 from kernel_fusion.nn.gated_norm import FusedGatedRMSNorm
 from kernel_fusion.nn.modulated_norm import FusedModulatedLayerNorm
 from kernel_fusion.nn.norm import FusedAddLayerNorm, FusedAddRMSNorm, FusedLayerNorm, FusedRMSNorm
 from kernel_fusion.nn.pointwise import FusedBiasAct, FusedGatedAct, FusedLinearAct
 from kernel_fusion.nn.rotary import FusedQKNormRope
-from kernel_fusion.nn.softmax import FusedSoftmax
 
 __all__ = [
     "FusedAddLayerNorm",

@@ -181,7 +181,7 @@ class _Walk:
         return self.exact.get(original_class(type(module))) or _hands_off(module)
 
     def leaf(self, name: str, module: nn.Module, norms: bool, activations: bool) -> None:
-        """Patch a norm, an activation or a softmax."""
+        """Patch a norm or an activation."""
         if self.plan(module) is not None or not (answer := self._form(module, norms, activations)):
             return
         if not isinstance(answer, str) and (reason := self.hands_off(module)):

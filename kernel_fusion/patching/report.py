@@ -23,7 +23,7 @@ class Report:
     Attributes:
         model: the class of the model.
         replaced: a line for each changed module, with what computes it now.
-        left: a line for each other norm of rows, activation, softmax or gate, with the reason.
+        left: a line for each other norm of rows, activation or gate, with the reason.
         already: how many modules had been changed before.
         seconds: how long it took.
         done: what was done to the modules of `replaced`, as it is printed.

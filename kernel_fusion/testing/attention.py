@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ import kernel_fusion as kf
 from kernel_fusion.backends import eager
 from kernel_fusion.testing import unfused
 from kernel_fusion.testing.budget import Array, Reference
-from kernel_fusion.testing.case import Case, Draw, Results, Tensors, wide
+from kernel_fusion.testing.case import DTYPES, Case, Draw, Results, Tensors, wide
 from kernel_fusion.testing.long_double import sum_to
 
 
@@ -206,3 +207,46 @@ class ScoresCase(_MaskedCase):
             "dkey": self.factor * sum_to(np.swapaxes(dscores, -1, -2) @ query, key.shape),
         }
         return results | self._mask_gradient(dscores, inputs.mask)
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    """Return the cases of `verify`, as in testing/cases.py."""
+    yield from _softmaxes(quick)
+    yield from _scores(quick)
+
+
+def _softmaxes(quick: bool) -> Iterator[Case]:
+    """Return cases of softmax with each kind of mask, with `causal`, and over another than the last dimension."""
+    places: tuple[dict[str, Any], ...] = (
+        {"shape": (64, 255)},
+        {"shape": (5, 4099), "scale": 0.125},
+        {"shape": (3, 17, 40), "mask": "dead"},
+        {"shape": (3, 17, 40), "mask": "additive", "mask_shape": (17, 40)},
+        {"shape": (3, 33, 33), "causal": True, "scale": 0.5},
+        {"shape": (0, 8)},
+    )
+    more: tuple[dict[str, Any], ...] = (
+        {"shape": (4, 64, 3), "dim": 1},
+        {"shape": (2, 3, 9, 40), "mask": "boolean", "mask_shape": (2, 1, 1, 40), "causal": True},
+        {"shape": (16, 100), "layout": "padded"},
+        {"shape": (2, 70001)},
+    )
+    for dtype in DTYPES:
+        for options in places if quick else places + more:
+            yield SoftmaxCase("softmax", dtype=dtype, **options)
+
+
+def _scores(quick: bool) -> Iterator[Case]:
+    """Return cases of attention scores, plain, masked and normalised."""
+    places: tuple[dict[str, Any], ...] = (
+        {"shape": (2, 3, 9, 16)},
+        {"shape": (2, 3, 9, 16), "key_shape": (2, 1, 12, 16), "normalize": True, "causal": True},
+    )
+    more: tuple[dict[str, Any], ...] = (
+        {"shape": (2, 9, 16), "mask": "additive", "mask_shape": (9, 9), "normalize": True, "scale": 0.5},
+        {"shape": (2, 9, 16), "mask": "dead", "normalize": True},
+        {"shape": (2, 9, 16), "mask": "boolean"},
+    )
+    for dtype in DTYPES:
+        for options in places if quick else places + more:
+            yield ScoresCase("attention_scores", dtype=dtype, **options)

@@ -24,6 +24,7 @@ from kernel_fusion.core.spec import dtype_name
 from kernel_fusion.testing.budget import Array, Reference
 
 Results = dict[str, Tensor]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MAX_DRAWS, _MAX_DRAWN = 64, 2**21
 _DROPOUT_SEED = 20
 # Short forms of fields, for the names of cases.

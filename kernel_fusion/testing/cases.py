@@ -9,21 +9,20 @@ from typing import Any
 import torch
 
 from kernel_fusion.core.activations import ACTIVATIONS
-from kernel_fusion.testing.attention import ScoresCase, SoftmaxCase
-from kernel_fusion.testing.case import Case
+from kernel_fusion.testing import attention
+from kernel_fusion.testing.case import DTYPES, Case
 from kernel_fusion.testing.pointwise import PointwiseCase, ReduceCase
 from kernel_fusion.testing.rotary import RotaryCase
 from kernel_fusion.testing.row_norms import GatedNormCase, ModulatedNormCase, RowNormCase, StagedNormCase
 
 _HALF, _BF16, _FP32, _FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-DTYPES = (_FP32, _BF16, _HALF, _FP64)
 # Pairs of dtypes: that of the input, and that of weight, bias and residual.
 _MIXES = (*((dtype, dtype) for dtype in DTYPES), (_BF16, _FP32))
 
 
 def cases(quick: bool) -> list[Case]:
     """Return all cases. `quick` leaves out shapes, but no function and no dtype."""
-    families = (row_norms, staged_norms, gated_norms, modulated_norms, pointwise, reductions, softmaxes, scores, rotary)
+    families = (row_norms, staged_norms, gated_norms, modulated_norms, pointwise, reductions, attention.cases, rotary)
     return [case for family in families for case in family(quick)]
 
 
@@ -179,43 +178,6 @@ def reductions(quick: bool) -> Iterator[Case]:
             yield ReduceCase(verb, dtype=dtype, **options)
         if dtype in (_HALF, _BF16):
             yield ReduceCase(verb, (64, 255), dtype, dim=-1, out_dtype=_FP32)
-
-
-def softmaxes(quick: bool) -> Iterator[Case]:
-    """Return cases of softmax with each kind of mask, with `causal`, and over another than the last dimension."""
-    places: tuple[dict[str, Any], ...] = (
-        {"shape": (64, 255)},
-        {"shape": (5, 4099), "scale": 0.125},
-        {"shape": (3, 17, 40), "mask": "dead"},
-        {"shape": (3, 17, 40), "mask": "additive", "mask_shape": (17, 40)},
-        {"shape": (3, 33, 33), "causal": True, "scale": 0.5},
-        {"shape": (0, 8)},
-    )
-    more: tuple[dict[str, Any], ...] = (
-        {"shape": (4, 64, 3), "dim": 1},
-        {"shape": (2, 3, 9, 40), "mask": "boolean", "mask_shape": (2, 1, 1, 40), "causal": True},
-        {"shape": (16, 100), "layout": "padded"},
-        {"shape": (2, 70001)},
-    )
-    for dtype in DTYPES:
-        for options in places if quick else places + more:
-            yield SoftmaxCase("softmax", dtype=dtype, **options)
-
-
-def scores(quick: bool) -> Iterator[Case]:
-    """Return cases of attention scores, plain, masked and normalised."""
-    places: tuple[dict[str, Any], ...] = (
-        {"shape": (2, 3, 9, 16)},
-        {"shape": (2, 3, 9, 16), "key_shape": (2, 1, 12, 16), "normalize": True, "causal": True},
-    )
-    more: tuple[dict[str, Any], ...] = (
-        {"shape": (2, 9, 16), "mask": "additive", "mask_shape": (9, 9), "normalize": True, "scale": 0.5},
-        {"shape": (2, 9, 16), "mask": "dead", "normalize": True},
-        {"shape": (2, 9, 16), "mask": "boolean"},
-    )
-    for dtype in DTYPES:
-        for options in places if quick else places + more:
-            yield ScoresCase("attention_scores", dtype=dtype, **options)
 
 
 def rotary(quick: bool) -> Iterator[Case]:

@@ -148,9 +148,9 @@ def masked(scores: Tensor, mask: Tensor | None = None, causal: bool = False) -> 
     return scores
 
 
-def softmax(x: Tensor, scale: float = 1.0, mask: Tensor | None = None, causal: bool = False, dim: int = -1) -> Tensor:
-    """Return softmax after a multiplication and the mask. A fully masked row is NaN, as PyTorch's is."""
-    return torch.softmax(masked(x if scale == 1.0 else x * scale, mask, causal), dim)
+def scaled(x: Tensor, scale: float = 1.0, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+    """Return the logits of which weights are made: x after a multiplication and the mask."""
+    return masked(x if scale == 1.0 else x * scale, mask, causal)
 
 
 def attention_scores(query: Tensor, key: Tensor, scale: float | None = None) -> Tensor:

@@ -5,18 +5,18 @@ It is also differentiated, so it composes differentiable operations.
 
 from __future__ import annotations
 
+from kernel_fusion.backends.eager import attention
+from kernel_fusion.backends.eager.attention import *  # noqa: F403 - its `__all__` says what
 from kernel_fusion.backends.eager.dropout import draw_seed, dropout
 from kernel_fusion.backends.eager.pointwise import pointwise
 from kernel_fusion.backends.eager.quantize import quantize
 from kernel_fusion.backends.eager.reduce import reduce
 from kernel_fusion.backends.eager.rotary import qk_norm_rope
 from kernel_fusion.backends.eager.row_norm import after_norm, before_norm, pytorch_row_norm, row_norm, staged_row_norm
-from kernel_fusion.backends.eager.softmax import causal_mask, softmax
 
 __all__ = [
     "after_norm",
     "before_norm",
-    "causal_mask",
     "draw_seed",
     "dropout",
     "pointwise",
@@ -25,6 +25,6 @@ __all__ = [
     "quantize",
     "reduce",
     "row_norm",
-    "softmax",
     "staged_row_norm",
 ]
+__all__ += attention.__all__

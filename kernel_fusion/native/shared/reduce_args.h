@@ -1,4 +1,4 @@
-// Reductions' and softmax's arguments.
+// The arguments of reductions, and of functions that need a sum over each row.
 #pragma once
 
 #include "shared/row_norm_args.h"
@@ -16,7 +16,7 @@ struct ReduceArgs {
   double divisor;
 };
 
-// y = softmax(scale * x + mask), contiguous. If causal, row r of each `causal_rows` keeps columns 0 ... r.
+// y, contiguous, of the logits scale * x + mask. If causal, row r of each `causal_rows` keeps columns 0 ... r.
 struct SoftmaxArgs {
   const void* x;
   const void* mask;

@@ -10,6 +10,8 @@ from torch import Tensor
 from kernel_fusion.core import checks
 from kernel_fusion.core.spec import compute_dtype
 
+__all__ = ["causal_mask", "softmax"]
+
 
 def softmax(input: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
     """softmax(scale * input + mask); the mask is boolean (True = keep) or additive.

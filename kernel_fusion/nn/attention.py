@@ -1,4 +1,4 @@
-"""Softmax as a module."""
+"""Attention's weights as a module."""
 
 from torch import Tensor
 
