@@ -7,6 +7,7 @@ import copy
 import functools
 import io
 import pickle
+import types
 from typing import Any
 
 import pytest
@@ -210,6 +211,47 @@ def test_what_is_left_is_named_with_the_reason() -> None:
     assert [(line.name, line.kind) for line in report.left] == [("0", "OtherEpsNorm"), ("1", "ChannelsFirstNorm")]
     assert "OtherEpsNorm: it computes none of our norms over the last dimensions (0)" in str(report)
     assert "ChannelsFirstNorm: it takes no batches of rows" in str(report)
+
+
+def test_what_liger_replaced_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report says how to leave Liger's norms and rotary embedding out, whether a class or an instance has them."""
+    kind = type("LigerRMSNorm", (OtherEpsNorm,), {"__module__": "liger_kernel.transformers.rms_norm"})
+    forward = types.FunctionType(HubNorm.forward.__code__, HubNorm.forward.__globals__)
+    forward.__module__ = "liger_kernel.transformers.functional"
+    norms = [kind(16), HubNorm(16)]
+    norms[1].forward = types.MethodType(forward, norms[1])
+    report = kf.patch(nn.Sequential(*norms))
+    assert [line.name for line in report.left] == ["0", "1"]
+    assert all(line.text.startswith("Liger-Kernel computes it; apply Liger without it") for line in report.left)
+
+
+class _Driver:
+    """What Triton has for its driver where there is no GPU."""
+
+    @property
+    def active(self) -> float:
+        raise RuntimeError("0 active drivers")
+
+
+_DRIVER = _Driver()
+
+
+class AsksADriver(nn.Module):
+    """RMSNorm, unless something that raises says otherwise."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            scale = _DRIVER.active
+        except RuntimeError:
+            scale = 1.0
+        return scale * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+def test_a_property_that_raises_leaves_what_reads_it() -> None:
+    """It cannot be compared at later calls, so its reader keeps its own code, and `patch` does not raise either."""
+    model = nn.Sequential(AsksADriver())
+    assert not kf.patch(model).replaced
+    assert type(model[0]) is AsksADriver
 
 
 def test_a_wrong_sum_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

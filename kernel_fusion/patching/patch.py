@@ -28,6 +28,7 @@ from kernel_fusion.patching.swap import Plan, change, holders, holds_own, is_cha
 _TORCH_NORMS = (nn.LayerNorm, nn.RMSNorm)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 _BETWEEN = "code between this and what it would join may write to what it reads"
+_LIGER = "Liger-Kernel computes it; apply Liger without it (`rms_norm=False`, `rope=False`, `swiglu=False`), then patch"
 T = TypeVar("T")
 
 
@@ -193,6 +194,8 @@ class _Walk:
         self._settle(name, module, answer)
 
     def _settle(self, name: str, module: nn.Module, answer: Plan | str) -> None:
+        if isinstance(answer, str) and _of_liger(type(module), vars(module).get("forward")):
+            answer = _LIGER
         if not isinstance(answer, str):
             self.plans[module] = answer
         lines = self.report.left if isinstance(answer, str) else self.report.replaced
@@ -319,7 +322,7 @@ class _Walk:
         if not isinstance(function, types.FunctionType | nn.Module):
             return False
         form = self.once(("rotary", function, count), lambda: fit_rotary(function, count))
-        reason: str | None = "it turns heads in no way of ours"
+        reason: str | None = _LIGER if _of_liger(function) else "its rotary layout is not supported"
         if form is not None and form.layout not in self.layouts:
             reason = "no module here makes its angles"
         elif form is not None:
@@ -370,6 +373,11 @@ def _refuse_flat(model: nn.Module) -> None:
                 f"`patch`: {name or 'the model'} is wrapped by FullyShardedDataParallel, which keeps pieces of its "
                 "parameters; call `patch` before it is wrapped, or use `fully_shard`, before or after"
             )
+
+
+def _of_liger(*objects: Any) -> bool:
+    """Whether a class or a function comes from Liger-Kernel, which puts its own in the place of transformers'."""
+    return any((getattr(each, "__module__", None) or "").split(".")[0] == "liger_kernel" for each in objects)
 
 
 def _is_ours(module: nn.Module) -> bool:

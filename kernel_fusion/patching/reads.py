@@ -380,7 +380,11 @@ def _note_global(home: dict[str, Any], name: str, attributes: list[str], notes: 
             return
         if is_plain(value) or isinstance(value, _FUNCTIONS):
             break
-        inner = getattr(value, attribute, None)
+        try:
+            inner = getattr(value, attribute, None)
+        except Exception as error:  # a property, which may need what this machine lacks
+            notes.refuse(f"`{'.'.join((*path, attribute))}` of its file, which raises {type(error).__name__}")
+            return
         if isinstance(value, type) and not _is_fixed(inner):  # a method of the class itself
             break
         value = inner
