@@ -107,6 +107,32 @@ def test_layers_with_buffers_on_meta_are_examined_once(monkeypatch: pytest.Monke
     assert len(examined) == 1
 
 
+class Turning(nn.Module):
+    """Takes the next of its norms in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms, self.calls = nn.ModuleList([nn.LayerNorm(16), nn.LayerNorm(16)]), 0
+
+    def following(self) -> int:
+        """The place of the next norm."""
+        self.calls += 1
+        return self.calls % 2
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """The norm of a sum."""
+        return self.norms[self.following()](x + y)
+
+
+def test_a_method_that_names_a_norm_is_not_called() -> None:
+    """A call in the text of an expression may have an effect, so a patch does not evaluate the expression."""
+    model = Turning()
+    kf.patch(model)
+    assert model.calls == 0
+    model(*torch.randn(2, 4, 16))
+    assert model.calls == 1
+
+
 class Call(nn.Module):
     """A function that the module holds."""
 

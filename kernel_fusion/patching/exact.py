@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import nn
 
-from kernel_fusion.patching.rewrite import methods_of, source
+from kernel_fusion.patching.rewrite import UNKNOWN, methods_of, source, value_of
 from kernel_fusion.patching.swap import original_class
-from kernel_fusion.patching.wrappers import closure, inside
+from kernel_fusion.patching.wrappers import inside
 
 _ASKS = frozenset({"type", "__class__"})
 _LOOK_UP = frozenset({"get", "index", "count", "pop", "setdefault"})  # methods of tables that take a key
@@ -25,9 +25,13 @@ _LOOK_UP = frozenset({"get", "index", "count", "pop", "setdefault"})  # methods 
 
 @dataclass(frozen=True)
 class Question:
-    """The texts of an object whose class is asked for, and of what it is compared with; None if a text is missing."""
+    """The texts of an object whose class is asked for, and of what it is compared with; None if a text is missing.
+
+    They stand in a method of the module, or in another function.
+    """
 
     function: types.FunctionType
+    in_method: bool
     subject: str | None
     other: str | None
 
@@ -52,7 +56,8 @@ def _questions_of(kind: type[nn.Module]) -> list[Question]:
     """The questions that the methods of a class ask; PyTorch's own layers ask none."""
     if kind.__module__.startswith("torch."):
         return []
-    pending = [inside(method) for name, method in methods_of(kind).items() if name != "__init__"]
+    methods = [inside(method) for name, method in methods_of(kind).items() if name != "__init__"]
+    pending = [*methods]
     seen: set[types.CodeType] = set()
     found: list[Question] = []
     while pending:
@@ -62,7 +67,7 @@ def _questions_of(kind: type[nn.Module]) -> list[Question]:
         seen.add(function.__code__)
         names = {name for code in _codes(function.__code__) for name in code.co_names}
         if names & _ASKS:
-            found += _questions(function)
+            found += (Question(function, function in methods, *texts) for texts in _questions(function))
         called = (function.__globals__.get(name) for name in names)
         pending += [f for f in called if isinstance(f, types.FunctionType) and f.__module__ == function.__module__]
     return found
@@ -70,33 +75,14 @@ def _questions_of(kind: type[nn.Module]) -> list[Question]:
 
 def _classes_asked(module: nn.Module, question: Question) -> set[type] | None:
     """The classes that a question of this module's code is about; None if that cannot be told."""
-    subject, other = (_value(module, question.function, text) for text in (question.subject, question.other))
+    owner = module if question.in_method else None
+    subject, other = (value_of(text, question.function, owner) for text in (question.subject, question.other))
     found = set(_classes(other))
     if found:
         return found
-    if isinstance(other, _Unknown):
-        return None if isinstance(subject, _Unknown) else {original_class(type(subject))}
+    if other is UNKNOWN:
+        return None if subject is UNKNOWN else {original_class(type(subject))}
     return set()
-
-
-class _Unknown:
-    """The value of a text that cannot be told."""
-
-
-def _value(module: nn.Module, function: types.FunctionType, text: str | None) -> Any:
-    """The value of a text in a method of this module."""
-    code = function.__code__
-    names = dict(zip(code.co_freevars, closure(function), strict=True))
-    if code.co_varnames[:1] == ("self",):
-        names["self"] = module
-    try:
-        tree = ast.parse(str(text), mode="eval")
-        local = {*code.co_varnames, *code.co_cellvars} - names.keys()
-        known = text is not None and not any(isinstance(n, ast.Name) and n.id in local for n in ast.walk(tree))
-        simple = not any(isinstance(n, ast.Call) for n in ast.walk(tree))
-        return eval(text, {**function.__globals__, **names}) if known and simple else _Unknown()  # type: ignore[arg-type]
-    except Exception:  # an attribute may be missing, or a property that raises
-        return _Unknown()
 
 
 def _classes(value: Any) -> Iterator[type]:
@@ -116,12 +102,12 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes(each)
 
 
-def _questions(function: types.FunctionType) -> Iterator[Question]:
-    """The questions in the text of a function."""
+def _questions(function: types.FunctionType) -> Iterator[tuple[str | None, str | None]]:
+    """The questions in the text of a function: what is asked about, and what it is compared with."""
     try:
         tree = ast.parse(source(function))
     except (OSError, TypeError, SyntaxError):
-        yield Question(function, None, None)
+        yield None, None
         return
     nodes = list(ast.walk(tree))
     named = {
@@ -136,7 +122,7 @@ def _questions(function: types.FunctionType) -> Iterator[Question]:
         return _subject(node, named)
 
     for node in nodes:
-        yield from (Question(function, *pair) for pair in _asked(node, subject_of))
+        yield from _asked(node, subject_of)
 
 
 def _asked(node: ast.AST, subject_of: Callable[[ast.AST], str | None]) -> Iterator[tuple[str, str]]:

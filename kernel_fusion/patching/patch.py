@@ -269,8 +269,8 @@ class _Walk:
             for f in found.values()
             for site in f.sites
             if residuals
-            and (not site.dropout or (dropouts and is_dropout(_value(module, f, site.dropout))))
-            and self._joins(name, site, _value(module, f, site.norm))
+            and (not site.dropout or (dropouts and is_dropout(rewrite.value_of(site.dropout, f.function, module))))
+            and self._joins(name, site, rewrite.value_of(site.norm, f.function, module))
         }
         sites = {site for f in found.values() if f.sites & allowed for site in rewrite.taken(f, allowed)}
         turning = {key for f in found.values() for key in f.rotary if rotary and self._turns(name, module, f, *key)}
@@ -294,7 +294,7 @@ class _Walk:
                 if isinstance(each, str):
                     known = mlps and self._act(module, f, each) is not None
                 else:
-                    known = residuals and self._joins(name, each, _value(module, f, each.norm))
+                    known = residuals and self._joins(name, each, rewrite.value_of(each.norm, f.function, module))
                 if known:
                     self.report.left.append(Line(type(module).__name__, f"{each}: {_BETWEEN}", name))
 
@@ -318,7 +318,7 @@ class _Walk:
 
     def _turns(self, name: str, module: nn.Module, found: rewrite.Found, text: str, count: int) -> bool:
         """Whether a function of angles may become our operator; why not, the report says."""
-        function = _value(module, found, text)
+        function = rewrite.value_of(text, found.function, module)
         if not isinstance(function, types.FunctionType | nn.Module):
             return False
         form = self.once(("rotary", function, count), lambda: fit_rotary(function, count))
@@ -338,7 +338,7 @@ class _Walk:
 
     def _act(self, module: nn.Module, found: rewrite.Found, text: str) -> Act | None:
         """The activation that a text in a method refers to."""
-        act = _value(module, found, text)
+        act = rewrite.value_of(text, found.function, module)
         if isinstance(act, nn.Module):
             if next(act.children(), None) is not None or act._parameters or act._buffers or not _only_forward(act):
                 return None
@@ -351,17 +351,6 @@ class _Walk:
             return None
         known = self.once(("act", key), lambda: known_activation(act))
         return Act(text, identity(act), *known) if isinstance(known, Known) else None
-
-
-def _value(module: nn.Module, found: rewrite.Found, text: str) -> Any:
-    """The object that a callee's text refers to in a method of this module; None for local or unknown names."""
-    code = found.function.__code__
-    if text.split(".")[0].split("[")[0] in code.co_varnames[1:]:
-        return None
-    try:
-        return eval(text, dict(found.function.__globals__), {code.co_varnames[0]: module})
-    except Exception:  # the attribute may be missing, or a property that raises
-        return None
 
 
 def _refuse_flat(model: nn.Module) -> None:

@@ -38,6 +38,7 @@ _SITES = {
     names.TURNED: turned,
 }
 _ORIGINAL, _METHOD = "_kf_original", "_kf_method"
+UNKNOWN = object()  # the value of an expression that cannot be told
 
 
 def _weakly(ask: Callable[[types.FunctionType], T]) -> Callable[[types.FunctionType], T]:
@@ -210,6 +211,25 @@ def _parse(function: types.FunctionType) -> ast.FunctionDef | None:
 def source(function: types.FunctionType) -> str:
     """The text of a function, from the first column on."""
     return textwrap.dedent(inspect.getsource(function))
+
+
+def value_of(text: str | None, function: types.FunctionType, module: nn.Module | None) -> Any:
+    """What an expression in a method of this module stands for, or in a function if there is no module; or UNKNOWN.
+
+    The expression may use attributes of the module, and names of the function's file and of enclosing functions. One
+    with a call is unknown, since the call might have an effect, and so is one with a name that the function binds.
+    """
+    code = function.__code__
+    names = dict(zip(code.co_freevars, closure(function), strict=True))
+    if module is not None and code.co_argcount:
+        names[code.co_varnames[0]] = module
+    local = {*code.co_varnames, *code.co_cellvars} - names.keys()
+    try:
+        nodes = list(ast.walk(ast.parse(str(text), mode="eval")))
+        unclear = any(isinstance(n, ast.Call) or (isinstance(n, ast.Name) and n.id in local) for n in nodes)
+        return UNKNOWN if text is None or unclear else eval(text, {**function.__globals__, **names})
+    except Exception:  # the attribute may be missing, or a property that raises
+        return UNKNOWN
 
 
 @_weakly
