@@ -7,11 +7,13 @@ a test wants, and writes down every call; one test, marked slow, builds for real
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import re
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,7 +26,7 @@ from support import popen, python
 
 from kernel_fusion.core import cache
 from kernel_fusion.errors import BuildError
-from kernel_fusion.native import build, jobs
+from kernel_fusion.native import build, jobs, library
 
 # Each process builds or loads, and computes through the automatic choice of backend.
 _USE = """
@@ -401,6 +403,23 @@ def test_signs_of_life(compiler: StandIn) -> None:
     compiler.set_action("sleep 0.5")
     result = python(_SOON + _USE, env=compiler.env)
     assert re.search(r"\d of \d parts are compiled after \d s", result.stderr)
+
+
+def test_signs_of_life_take_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a terminal each takes the place of the one before, and what follows that of the last."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for terminal, written in (
+        (Terminal(), "begins\n10 s of 90\r20 s      \rbuilt     \n"),
+        (io.StringIO(), "begins\n10 s of 90\n20 s\nbuilt\n"),
+    ):
+        monkeypatch.setattr(sys, "stderr", terminal)
+        for line in ("begins", "\r10 s of 90", "\r20 s", "built"):
+            library.say(line)
+        assert terminal.getvalue() == written
 
 
 def test_warmup_without_arguments(compiler: StandIn) -> None:

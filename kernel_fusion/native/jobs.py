@@ -84,7 +84,7 @@ def _wait(file: int, folder: Path, say: Say) -> None:
         if clock.is_first():
             say("kernel_fusion: waiting for another process to build the extension ...")
         elif clock.is_due():
-            say(f"kernel_fusion: still waiting after {clock.seconds():.0f} s ...")
+            say(f"\rkernel_fusion: still waiting after {clock.seconds():.0f} s ...")
         time.sleep(_POLL_S)
 
 
@@ -151,7 +151,7 @@ def run(commands: Sequence[Sequence[str]], folder: Path, say: Say) -> None:
                     raise BuildError(f"the C++ compiler failed:\n{' '.join(commands[index])}\n{_head(errors[index])}")
             if clock.is_due():
                 done = len(commands) - len(waiting) - len(running)
-                say(f"kernel_fusion: {done} of {len(commands)} parts are compiled after {clock.seconds():.0f} s ...")
+                say(f"\rkernel_fusion: {done} of {len(commands)} parts are compiled after {clock.seconds():.0f} s ...")
     finally:
         for process in running.values():
             with suppress(ProcessLookupError):  # it has just ended

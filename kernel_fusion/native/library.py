@@ -10,6 +10,8 @@ from pathlib import Path
 
 from kernel_fusion.native.forks import no_fork
 
+_replaceable = 0  # the length of the last line of `say`, if the next one takes its place
+
 
 def open_prebuilt() -> ctypes.CDLL | None:
     """The extension that this package's wheel brings, or None.
@@ -60,9 +62,18 @@ def _declared(opened: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def say(line: str) -> None:
-    """Print a build's progress, if possible."""
+    r"""Print a build's progress, if possible.
+
+    A line that begins with "\r" says how far the build is. In a terminal or a notebook the next line takes its place.
+    """
+    global _replaceable
+    text = line.removeprefix("\r")
     with suppress(OSError, ValueError):
-        print(line, file=sys.stderr, flush=True)
+        is_live = sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel")
+        end = "" if is_live and text != line else "\n"
+        begin, width = ("\r", _replaceable) if _replaceable else ("", 0)
+        print(begin + text.ljust(width), end=end, file=sys.stderr, flush=True)
+        _replaceable = 0 if end else max(len(text), width)
 
 
 def _dlopen(file: int) -> ctypes.CDLL:
