@@ -99,8 +99,7 @@ def _assert_streamed(spec: RowNormSpec, plan: Plan, device: Device) -> None:
     if forward:  # x comes from shared memory, and parameters are in registers: y alone may ask for shorter vectors
         natural = min(16 // ITEMSIZE[spec.x], spec.cols & -spec.cols)
         assert plan.vec == (natural if spec.has_stages else min(natural, 16 // ITEMSIZE[spec.y]))
-    narrow = ITEMSIZE[spec.x] == 2 and plan.vec < 8 and plan.cluster > 1
-    assert 2 <= plan.ring.slots <= (6 if forward and narrow and not spec.rms else 4)
+    assert 2 <= plan.ring.slots <= 4
     assert plan.ring.helpers in ((0, 1, 2) if forward else (0,))
     assert plan.ring.helpers == 0 or (plan.per_block == 1 and plan.warps > 1)
     assert plan.sums in ("none", "registers")

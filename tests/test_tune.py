@@ -228,20 +228,20 @@ class FakeGPU:
 @pytest.mark.parametrize("direction", tuning.DIRECTIONS)
 def test_a_cell_from_end_to_end(direction: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fastest plan that fits, keeps the bits and sums by as many blocks as the present one; the others are out."""
-    asked = kernels(12288, direction)
+    asked = kernels(4096, direction)
     choices = list(trials.neighbours(asked, {}))
     slow, fast, other_bits, spills, more_blocks = (trials.plans(asked, choice)[0] for choice in choices[:5])
     speeds = {slow: 0.97, fast: 0.9, other_bits: 0.5, spills: 0.4, more_blocks: 0.3 if direction == "backward" else 1.0}
     gpu = FakeGPU(monkeypatch, asked[0], speeds)
     gpu.bits, gpu.local_bytes, gpu.blocks = {other_bits: 1.5}, {spills: 8}, {more_blocks: 264}
-    outcome = tuning.tune(Cell("rms_norm", direction, 12288, BF16), torch.device("cpu", 0))
+    outcome = tuning.tune(Cell("rms_norm", direction, 4096, BF16), torch.device("cpu", 0))
     assert outcome.kernel == asked[0]
     assert outcome.choice == choices[1]
-    assert outcome.rows == (2, 512)
+    assert outcome.rows == (8, 2048)
     assert outcome.ratio == pytest.approx(0.9)
     assert not {other_bits, spills} & {*gpu.timed}
     assert (more_blocks in gpu.timed) == (direction == "forward")
-    assert outcome.evidence("here") == ("here: 2 rows 90.00 of 100.00 µs, 512 rows 90.00 of 100.00 µs; ratio 0.900")
+    assert outcome.evidence("here") == ("here: 8 rows 90.00 of 100.00 µs, 2048 rows 90.00 of 100.00 µs; ratio 0.900")
 
 
 def test_a_plan_that_cannot_run_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,7 +387,7 @@ def test_info_says_what_plans_follow(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("cols", [255, 1024])
 def test_tuned_plans_have_the_same_bits(cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One small norm from end to end; then each trial of it, kept in a table: its plan is used, and no bit differs."""
-    knobs = {"forward": ("tile_threads", "threads", "parameters"), "backward": ("threads", "next_row", "slots")}
+    knobs = {"forward": ("ahead", "bound", "parameters"), "backward": ("threads", "slots")}
     fewer = {part: {knob: user_table.KNOBS[part][knob] for knob in knobs[part]} for part in knobs}
     monkeypatch.setattr(trials, "KNOBS", fewer)  # the rest would take minutes to compile
     result = run("tune", "--hidden", str(cols), "--verbs", "rms_norm")

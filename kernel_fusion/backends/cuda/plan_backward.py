@@ -111,7 +111,7 @@ def _arrangements(facts: Facts, groups: int) -> Iterator[tuple[Tree, int, int]]:
 def _by_groups(facts: Facts, groups: int) -> Plan | None:
     """A plan with `groups` rows at a time, with the weight in shared memory if it fits there, or None."""
     weight, tree = facts.spec.weight, facts.tree
-    facts = facts.also(groups=groups, team=groups * tree.block_warps)
+    facts = facts.also(team=groups * tree.block_warps)
     plan = partial(streamed_plan, facts, Ring(facts.tuned("slots", 4), pace=pace_of(facts, keeps=True)), groups)
     if weight is not None and (tree.elements <= 8 or _has_registers(facts)):
         return plan(keeps=facts.tuned("keeps", "weight"))
@@ -143,7 +143,7 @@ def _direct(facts: Facts, planned_bytes: int) -> Plan:
     no_sums = "stored" if spec.one_row and any(spec.column_sums) else "none"
     elements, thread_bytes = tree.elements, tree.elements * itemsize
     sums_bytes = elements * (3 if spec.dgate else 2) * acc
-    facts = facts.also(singles=tree.vec * itemsize == 2, beyond_planned=thread_bytes - planned_bytes)
+    facts = facts.also(singles=tree.vec * itemsize == 2)
     # A block of 512 threads has 128 registers for each: for a row, the next row and both sums.
     threads = facts.tuned("threads", 512)
     plan = direct_plan("row_norm_bwd", tree)
@@ -157,9 +157,10 @@ def _direct(facts: Facts, planned_bytes: int) -> Plan:
     # The block adds its sums up in shared memory.
     if thread_bytes <= planned_bytes + 16 and (fits or tree.warps == 1):
         table = plan.per_block * spec.cols * acc if wants_sums and plan.per_block > 1 else 0
-        rule = elements * max(itemsize, ITEMSIZE[spec.y]) <= _THREAD_BYTES
+        # Single elements take a register each.
+        loads_few = elements * max(itemsize, ITEMSIZE[spec.y], 4 if tree.vec == 1 else 0) <= _THREAD_BYTES
         spills = spec.has_stages or (spec.acc == "f64" and tree.cluster > 2)
-        next_row = threads <= 512 and not spills and not spec.one_row and facts.tuned("next_row", rule)
+        next_row = threads <= 512 and not spills and not spec.one_row and loads_few
         keeps = "weight" if elements <= 8 and spec.acc == "f32" else "nothing"
         sums = "registers" if wants_sums else no_sums
         return replace(plan, sums=sums, variant="next" if next_row else "", shared_bytes=table, keeps=keeps)

@@ -13,10 +13,12 @@ from kernel_fusion.core.spec import ITEMSIZE
 
 _THREAD_BYTES = 64  # the bytes of x per thread: 4 loads in flight, and 16 registers for the row
 _MAX_STREAMED_ELEMENTS = 32  # the elements per thread for which 128 registers suffice
+_SLOTS = 4  # the most rows of a block in shared memory
 _MAX_HELD = 256  # the bytes of x, parameters and a stage's row for which 128 registers suffice
 # The bytes of a block's rows, and the elements per lane, for which weight and bias stay in registers. Without weight
 # and bias twice as many elements fit.
 _TILE_BYTES, _TILED_ELEMENTS, _MAX_TILED_WORDS = 17 * 2**10, 16, 192
+_TILE_THREADS = 768  # the threads per multiprocessor for which registers must suffice
 
 
 def plan_forward(facts: Facts) -> Plan:
@@ -28,7 +30,7 @@ def plan_forward(facts: Facts) -> Plan:
     elif plan.ring.slots:  # the center is then the mean of fewer columns, which takes fewer additions
         center = ceil_div(vectors, 4 if plan.vec == 1 else 2)
     single = plan.vec == 1 and plan.per_block == 1 and plan.resident
-    facts = facts.also(vectors=vectors, slots=plan.ring.slots, helpers=plan.ring.helpers)
+    facts = facts.also(helpers=plan.ring.helpers)
     return replace(plan, center=center, shifted=single and facts.tuned("shifted", False))
 
 
@@ -37,7 +39,7 @@ def _candidates(facts: Facts) -> Iterator[Plan | None]:
     yield _tiled(facts)
     few = _few_warps(facts)
     if few is not None:
-        yield _streamed(facts.also(few_warps=True).of(few))
+        yield _streamed(facts.of(few))
     tree = _tree(facts)
     in_16_bytes = (spec.weight, spec.bias, spec.residual, spec.beside, spec.residual_gate, spec.y)
     if facts.of(tree).tuned("twice", False):
@@ -47,7 +49,7 @@ def _candidates(facts: Facts) -> Iterator[Plan | None]:
     if tree.cluster > 1 and tree.elements <= facts.tuned("streamed_elements", most) and spec.acc == "f32":
         # x comes from shared memory and parameters from registers, so only y may require shorter vectors.
         streamed = tree if spec.has_stages else tree.narrowed(spec.cols, (spec.y,))
-        yield _streamed(facts.also(few_warps=False).of(streamed))
+        yield _streamed(facts.of(streamed))
     yield _direct(facts.of(tree.narrowed(spec.cols, in_16_bytes)))
 
 
@@ -87,7 +89,7 @@ def _tiled(facts: Facts) -> Plan | None:
         per_block=rows,
         variant="ahead" if vectors <= lanes * each else "",
         shared_bytes=sum(ceil_div(rows * spec.cols * ITEMSIZE[t], 16) * 16 + 16 for t in tensors),
-        min_blocks=facts.tuned("tile_threads", 768) // SMALL_ROW_THREADS,
+        min_blocks=_TILE_THREADS // SMALL_ROW_THREADS,
     )
 
 
@@ -107,7 +109,7 @@ def _few_warps(facts: Facts) -> Tree | None:
 def _streamed(facts: Facts) -> Plan | None:
     helpers = facts.tuned("helpers", 0)
     facts = facts.also(helpers=helpers)
-    return streamed_plan(facts, Ring(facts.tuned("slots", 4), helpers, pace_of(facts, keeps=False)))
+    return streamed_plan(facts, Ring(_SLOTS, helpers, pace_of(facts, keeps=False)))
 
 
 def _one_block(facts: Facts, tree: Tree) -> Tree:
@@ -129,8 +131,8 @@ def _direct(facts: Facts) -> Plan:
     tree, itemsize, elements = facts.tree, facts.itemsize, facts.tree.elements
     # Many parameters beside x cost resident threads, as in fp16 and bf16 rows of 16 warps.
     ahead = facts.tuned("ahead", _loads_ahead(facts)) and not (itemsize == 2 and tree.warps == MAX_BLOCK_WARPS)
-    bound = facts.also(ahead=ahead).tuned("bound", False)
-    plan = direct_plan("row_norm_fwd", tree, facts.tuned("threads", SMALL_ROW_THREADS))
+    bound = facts.tuned("bound", False)
+    plan = direct_plan("row_norm_fwd", tree)
     plan = replace(plan, min_blocks=max(1, 1024 // plan.threads) if bound else 1)
     # Stages may widen the row in registers. Single elements take a register each.
     held = max(itemsize, 4) if tree.vec == 1 else itemsize

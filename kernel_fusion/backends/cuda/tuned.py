@@ -71,7 +71,7 @@ class Facts:
         chunk = 32 * tree.warps * self.vec
         covers = tree.covers(self.spec.cols)
         other = self.also(
-            **{name: getattr(tree, name) for name in ("vec", "warps", "cluster", "vectors", "elements", "block_warps")},
+            **{name: getattr(tree, name) for name in ("vec", "warps", "cluster", "elements", "block_warps")},
             natural_elements=ceil_div(self.spec.cols, chunk) * self.vec,  # per thread, with the widest vectors
             vector_bytes=tree.vec * self.itemsize,
             thread_bytes=tree.elements * self.itemsize,

@@ -27,25 +27,20 @@ Table = dict[str, list[Row]]
 # These decide who executes a row, not how it is spread and summed.
 KNOBS: dict[str, dict[str, tuple[Any, ...]]] = {
     "forward": {
-        "tile_threads": (512, 768, 1024),
-        "threads": (64, 128, 256),
         "ahead": (False, True),
         "bound": (False, True),
         "variant": ("", "early", "anew"),
         "parameters": (4, 8, 16, 32),
         "helpers": (0, 1, 2),
-        "slots": (2, 3, 4),
         "keeps_pace": (False, True),
         "pace": ([6, 15], [7, 15], [8, 15], [9, 15]),
         "shifted": (False, True),
     },
     "backward": {
         "threads": (384, 512, 1024),
-        "next_row": (False, True),
         "roomy": (False, True),
         "slots": (2, 3, 4),
         "keeps_pace": (False, True),
-        "pace": ([7, 7], [8, 7], [7, 15], [8, 15], [9, 15]),
         "streamed_variant": ("", "few"),
     },
 }
