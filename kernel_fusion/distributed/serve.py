@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from kernel_fusion.backends import eager
 from kernel_fusion.core.signatures import OPERATORS
 from kernel_fusion.core.spec import compute_dtype
 from kernel_fusion.distributed import hidden
@@ -89,7 +90,7 @@ def _local_call(
     if name == "reduce" and shards.along(frozenset(range(len(call.sizes)))):
         return partial(_reduce_part, local, call)
     if any(each.name == "causal" for each in OPERATORS[name].arguments) and len(call.sizes) > 1:
-        return partial(_causal_part, local, call, shards)
+        return partial(_causal_part, local, getattr(eager, name), call, shards)
     return local
 
 
@@ -118,20 +119,23 @@ def _reduce_part(
 
 def _causal_part(
     local: Callable[..., Tensor],
+    definition: Callable[..., Tensor],
     call: Call,
     shards: Shards,
     part: Tensor,
     mask: Tensor | None,
     scale: float,
     causal: bool,
+    *options: bool,
 ) -> Tensor:
     """Mask by the row's number in the whole tensor: `local` would count this rank's rows from 0."""
     rows = len(call.sizes) - 2
     if not causal or not shards.along(frozenset([rows])):
-        return local(part, mask, scale, causal)
+        return local(part, mask, scale, causal, *options)
     numbers = shards.slice(torch.arange(call.sizes[rows], device=part.device), 0, rows)
     keep = (torch.arange(part.shape[-1], device=part.device) <= numbers[:, None]).expand(part.shape)
     if mask is None or mask.dtype == torch.bool:
-        return local(part, keep if mask is None else mask & keep, scale, False)
-    y = local(part, mask.masked_fill(~keep, -math.inf), scale, False)
-    return y.masked_fill(~keep, 0.0)  # also in a row with NaN
+        return local(part, keep if mask is None else mask & keep, scale, False, *options)
+    y = local(part, mask.masked_fill(~keep, -math.inf), scale, False, *options)
+    nothing = definition(part.new_zeros(1, 1), keep.new_zeros(1, 1), scale, False, *options)
+    return torch.where(keep, y, nothing)  # also in a row with NaN

@@ -37,16 +37,23 @@ def _adds_below_a_diagonal(spec: SoftmaxSpec | SoftmaxBwdSpec) -> bool:
     return isinstance(spec, SoftmaxSpec) and spec.causal and spec.mask not in (None, "b8")
 
 
+def _takes_more(spec: SoftmaxSpec | SoftmaxBwdSpec) -> bool:
+    """Whether another flag is set than those whose registers the plans below count."""
+    return any(getattr(spec, name) for name in flags(spec) if name not in ("causal", "scaled", "leaves_out"))
+
+
 def _streamed_elements(spec: SoftmaxSpec | SoftmaxBwdSpec, vec: int, device: Device) -> int:
     """Elements that a thread of a streamed row holds, at most: more spill. Single elements take an address each."""
+    single, narrow = vec == 1, device.arch >= 100
+    most = (16 if single else 32 if narrow else 64) if _takes_more(spec) else 64
     if isinstance(spec, SoftmaxBwdSpec):
-        return 64
-    plain, single, narrow = not (spec.mask or spec.causal), vec == 1, device.arch >= 100
+        return most
+    plain = not (spec.mask or spec.causal)
     if _adds_below_a_diagonal(spec) and (single or narrow):
         return 16
     if single and not (plain and not narrow):
-        return 16 if narrow else 24
-    return 64 if plain else 32
+        return min(most, 16 if narrow else 24)
+    return min(most, 64 if plain else 32)
 
 
 def _unroll(spec: SoftmaxSpec | SoftmaxBwdSpec, vec: int, device: Device) -> int:
@@ -60,7 +67,8 @@ def _unroll(spec: SoftmaxSpec | SoftmaxBwdSpec, vec: int, device: Device) -> int
 def _resident(spec: SoftmaxSpec | SoftmaxBwdSpec, access: SoftmaxAccess, device: Device) -> RowPlan | None:
     """Up to 32 bytes of a row per thread, 64 of half-read causal fp32; more only in the largest block."""
     backward, causal = isinstance(spec, SoftmaxBwdSpec), isinstance(spec, SoftmaxSpec) and spec.causal
-    itemsize = ITEMSIZE[spec.y if isinstance(spec, SoftmaxBwdSpec) else spec.x]
+    tensor = spec.y if isinstance(spec, SoftmaxBwdSpec) else spec.x
+    itemsize = ITEMSIZE[tensor]
     whole = access.vec * itemsize == VECTOR_BYTES  # other vectors take a register per element
     max_threads = _MAX_THREADS // 2 if itemsize == 8 else _MAX_THREADS
     elements = 32 // itemsize if whole else 16 if itemsize < 8 else 8
@@ -73,6 +81,8 @@ def _resident(spec: SoftmaxSpec | SoftmaxBwdSpec, access: SoftmaxAccess, device:
     if backward:  # it holds two tensors
         elements = elements if whole else elements // 2
         most = 16 if itemsize == 4 or (itemsize == 2 and access.vec == 1) else most
+        if access.vec == 1 and _takes_more(spec):
+            most = 8
     target = max(1, elements // access.vec)
     target = 3 if target == 2 else target  # capacities of 3 * 2^k then come out even
     lanes = 1
@@ -84,8 +94,8 @@ def _resident(spec: SoftmaxSpec | SoftmaxBwdSpec, access: SoftmaxAccess, device:
     if vectors * access.vec > most:
         return None
     # Threads that registers must allow; addresses of single elements take some.
-    threads = 512 if spec.acc == "f64" else 768 if access.vec == 1 else 1024
-    plain = isinstance(spec, SoftmaxSpec) and spec.mask is None and spec.acc == "f32" and whole
+    threads = 512 if spec.acc == "f64" or (access.vec == 1 and _takes_more(spec)) else 768 if access.vec == 1 else 1024
+    plain = spec in (SoftmaxSpec(tensor), SoftmaxSpec(tensor, scaled=True)) and spec.acc == "f32" and whole
     if plain and vectors <= 3 and vectors * access.vec <= 16 and device.arch == 90:
         threads = 2048  # of 32 registers
     # Dealt chunks of single fp32 elements take longer; stretches of many spill in backward from sm_100 on.
