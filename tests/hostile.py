@@ -161,7 +161,8 @@ def right_calls(device: str, heads: tuple[int, int, int] = (2, 4, 3)) -> dict[st
         {"input": x, "dim": dim, "keepdim": False, "kind": "sum_squared", "dtype": None} for dim in ([-1], [0, 2])
     ]
     keep = torch.rand(3, 5, 6, device=device) < 0.7
-    soft = [{"input": x, "mask": mask, "scale": 0.5, "causal": True} for mask in (keep, _randn(device, 6), None)]
+    masks = ((keep, True, False), (_randn(device, 6), True, True), (None, True, False), (keep, False, True))
+    soft = [{"input": x, "mask": mask, "scale": 0.5, "causal": causal, "log": log} for mask, causal, log in masks]
     y = torch.softmax(x, -1)
     of_query, of_key = (*heads, 6), (*heads[:2], 1, 6)
     tables = {"cos": _randn(device, 1, 5, 2), "sin": _randn(device, 1, 5, 2),
@@ -193,7 +194,10 @@ def right_calls(device: str, heads: tuple[int, int, int] = (2, 4, 3)) -> dict[st
             given | rotary | {"output_mask": [True] * 4},
             given | rotary | bare | {"query": None, "key": None, "output_mask": [True, True, False, False]},
         ],
-        "softmax_bwd": [{"dy": dy, "y": y, "scale": 0.5, "leaves_out": True}],
+        "softmax_bwd": [
+            {"dy": dy, "y": y, "scale": 0.5, "leaves_out": True, "log": False},
+            {"dy": dy, "y": y.log().masked_fill(~keep, -torch.inf), "scale": 0.5, "leaves_out": True, "log": True},
+        ],
         "quantize": [{"input": x} | {name: each[name] for name in ("dtype", "scale", "block")} for each in codes],
         "quantized_row_norm": [call | each for call, each in zip(staged, itertools.cycle(codes), strict=False)],
         "quantized_gate": [{"gate": x, "value": r, "activation": "silu"} | each for each in codes],
@@ -378,10 +382,14 @@ def _pointwise_bwd(**call: Any) -> tuple[Any, ...]:
     return tuple(next(found) if wanted else None for wanted in wants)
 
 
-def _softmax_bwd(dy: Tensor, y: Tensor, scale: float, leaves_out: bool) -> Tensor:
+def _softmax_bwd(dy: Tensor, y: Tensor, scale: float, leaves_out: bool, log: bool = False) -> Tensor:
     g, p = dy.double(), y.double()
+    gone = (y == (-torch.inf if log else 0.0)) & leaves_out
+    if log:
+        g, p = g.masked_fill(gone, 0.0), p.exp()
+        return ((g - p * g.sum(-1, keepdim=True)) * scale).masked_fill(gone, 0.0)
     dx = (g - (g * p).sum(-1, keepdim=True)) * p * scale
-    return dx.masked_fill(p == 0, 0.0) if leaves_out else dx
+    return dx.masked_fill(gone, 0.0)
 
 
 def _qk_norm_rope_bwd(dy: Tensor, dy_key: Any, query: Any, key: Any, **call: Any) -> tuple[Any, ...]:

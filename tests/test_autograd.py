@@ -310,7 +310,7 @@ def test_changed_input_is_noticed(operation: Verb, target: Target) -> None:
     tensors[0] = tensors[0] * 1
     with operation.ran(target, 1, 0):
         y = operation.on(target)(*tensors)
-        if operation.name.startswith(("softmax", "attention_weights", "bias_act-tanh", "bias_act-relu")):
+        if operation.name.startswith(("softmax", "log_softmax", "attention_weights", "bias_act-tanh", "bias_act-relu")):
             y.detach().add_(1)  # what is kept is the result
         else:
             tensors[0].add_(1)
@@ -452,6 +452,7 @@ _KEPT = {
     "add_modulated_rms_norm": 7 + 119,
     "softmax": 119,
     "softmax-masked": 119,
+    "log_softmax": 119,
     "bias_act-tanh": 119,  # the result
     "bias_act-relu": 119,
     "add_act-leaky_relu": 15,  # bits; and 15 bytes of them on a GPU for bias_act-relu

@@ -391,9 +391,10 @@ def test_softmax_of_special_values(cols: int) -> None:
     keep = randn(6, cols, grad=False) > 0
     keep[5] = False
     for mask, causal in ((None, False), (keep, False), (None, True), (keep, True), (torch.zeros_like(x), False)):
-        with CUDA.ran(forward=1):
-            ours = ops.softmax(x, mask, 1.0, causal)
-        torch.testing.assert_close(ours, eager.softmax(x, mask, 1.0, causal), equal_nan=True)
+        for log in (False, True):
+            with CUDA.ran(forward=1):
+                ours = ops.softmax(x, mask, 1.0, causal, log)
+            torch.testing.assert_close(ours, eager.softmax(x, mask, 1.0, causal, log), equal_nan=True)
 
 
 def test_softmax_rows_do_not_depend_on_each_other() -> None:

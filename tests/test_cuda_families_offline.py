@@ -125,10 +125,13 @@ def _softmax_kernels() -> Iterator[Kernel]:
             x = RowAccess(min(16, vec * ITEMSIZE[t]))
             for leaves_out in (False, True):
                 yield SoftmaxBwdSpec(t, t, t, leaves_out), SoftmaxAccess(vec, capacity, x, x)
+            yield SoftmaxBwdSpec(t, t, t, True, log=True), SoftmaxAccess(vec, capacity, x, x)
             yield SoftmaxSpec(t), SoftmaxAccess(vec, capacity, x)
+            yield SoftmaxSpec(t, log=True), SoftmaxAccess(vec, capacity, x)
             yield SoftmaxSpec(t, "b8", True), SoftmaxAccess(vec, capacity, x, RowAccess(1, True))
             additive = SoftmaxSpec(t, "f32" if t != "f64" else t, True)
-            yield additive, SoftmaxAccess(vec, capacity, RowAccess(ITEMSIZE[t], True), RowAccess(8, True))
+            for spec in (additive, replace(additive, log=True)):
+                yield spec, SoftmaxAccess(vec, capacity, RowAccess(ITEMSIZE[t], True), RowAccess(8, True))
             if capacity >= 4096:  # longer rows take other plans where there is but a mask, or a diagonal
                 yield SoftmaxSpec(t, None, True), SoftmaxAccess(vec, capacity, x)
                 yield replace(additive, causal=False), SoftmaxAccess(vec, capacity, x, RowAccess(8, True))

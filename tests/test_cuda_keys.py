@@ -89,7 +89,7 @@ KEYS: dict[str, tuple[Any, Any]] = {
     ),
     "softmax": (SoftmaxSpec("bf16", "b8", True), SoftmaxAccess(8, 64, RowAccess(16), RowAccess(2, True), True)),
     "softmax_bwd": (
-        SoftmaxBwdSpec("f32", "bf16", "f16", True),
+        SoftmaxBwdSpec("f32", "bf16", "f16", True, True),
         SoftmaxAccess(8, 64, RowAccess(16), RowAccess(4, True)),
     ),
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -213,10 +214,10 @@ def _check_causal(device: str) -> None:
     boolean = torch.rand(5, 6, device=device) < 0.8
     additive = torch.randn(5, 6, device=device)
     x[0, 3, 2] = torch.nan
-    for mask in (None, boolean, additive):
-        expected = kf.softmax(x, mask=mask, causal=True)
+    for function, mask in product((kf.softmax, kf.log_softmax), (None, boolean, additive)):
+        expected = function(x, mask=mask, causal=True)
         for placement in (Shard(0), Shard(1), Shard(2), Replicate()):
-            y = kf.softmax(spread(x, placement), mask=None if mask is None else spread(mask, Replicate()), causal=True)
+            y = function(spread(x, placement), mask=None if mask is None else spread(mask, Replicate()), causal=True)
             torch.testing.assert_close(whole(y), expected, equal_nan=True)
 
 

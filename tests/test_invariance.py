@@ -325,12 +325,14 @@ def test_number_of_threads_of_every_verb(operation: Verb, rows: int, cols: int, 
 # Grid rationale. The special values lie in different pieces of a row, so that each is joined to pieces without any.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mask", [None, "boolean", "additive", "causal"])
-def test_pieces_of_few_long_rows_of_softmax(dtype: torch.dtype, mask: str | None) -> None:
+@pytest.mark.parametrize("log", [False, True])
+def test_pieces_of_few_long_rows_of_softmax(dtype: torch.dtype, mask: str | None, log: bool) -> None:
     """On the CPU one thread and two give the same bits, and the definition's values, around -inf, inf and NaN."""
     x = (3 * torch.randn(6, 30016)).to(dtype)
     x[0, :9000] = x[1, 9000:] = -math.inf
     x[2, 20000], x[3, 5] = math.inf, math.nan
     x[4, 20000:] -= 200
+    function = kf.log_softmax if log else kf.softmax
     keep = torch.rand(6, 30016) < 0.7
     keep[1, :9000] = False
     masks = {"boolean": keep, "additive": torch.zeros(6, 30016, dtype=dtype).masked_fill(~keep, -math.inf)}
@@ -340,8 +342,8 @@ def test_pieces_of_few_long_rows_of_softmax(dtype: torch.dtype, mask: str | None
         ys = []
         for count in (1, 2):
             with _threads(count), CPU.ran(forward=1):
-                ys.append(kf.softmax(x[rows], mask=chosen, causal=causal))
+                ys.append(function(x[rows], mask=chosen, causal=causal))
         assert torch.equal(ys[0].nan_to_num(2.0), ys[1].nan_to_num(2.0))
-        expected = eager.softmax(x[rows].double(), chosen if mask != "additive" else chosen.double(), 1.0, causal)
+        expected = eager.softmax(x[rows].double(), chosen if mask != "additive" else chosen.double(), 1.0, causal, log)
         bounds = {"rtol": max(torch.finfo(dtype).eps, 4e-6), "atol": torch.finfo(dtype).smallest_normal}
         torch.testing.assert_close(ys[0].double(), expected, **bounds, equal_nan=True)

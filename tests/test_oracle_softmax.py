@@ -253,3 +253,74 @@ def test_layouts_of_queries_and_keys(layout: str, target: Target) -> None:
 def test_masked_scores_are_minus_infinity(mask: str, causal: bool, target: Target) -> None:
     """Without `normalize` what is left out is -inf, and its cotangent reaches nothing."""
     check(ScoresCase("attention_scores", (2, 9, 16), F32, mask=mask, causal=causal), target)
+
+
+# Grid rationale. The logarithm shares loads, masks and sums with softmax, whose grids are above; its own are the last
+# step and backward: rows in one piece and in several, of each dtype, and each kind of mask.
+_LOGARITHMS: list[tuple[tuple[int, ...], dict[str, Any]]] = [
+    ((65, 255), {"scale": 0.5}),
+    ((33, 64), {"scale": -2.0, "mean": 1e4}),
+    ((3, 4100), {}),
+    ((2, 70001), {}),
+    ((2, 3, 9, 40), {"mask": "boolean", "mask_shape": (3, 1, 40), "causal": True}),
+    ((2, 3, 9, 40), {"mask": "dead"}),
+    ((2, 3, 9, 40), {"mask": "additive", "mask_shape": (1, 1, 40), "scale": 0.5}),
+    ((2, 3, 9, 40), {"mask": "additive", "causal": True}),
+    ((3, 1100, 1100), {"causal": True}),
+    ((4, 60, 7), {"dim": 1, "mask": "boolean", "mask_shape": (60, 1)}),
+    ((4, 6, 80), {"layout": "padded"}),
+    ((), {}),
+]
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16, F64])
+@pytest.mark.parametrize(("shape", "options"), _LOGARITHMS, ids=str)
+def test_logarithm(shape: tuple[int, ...], options: dict[str, Any], dtype: torch.dtype, target: Target) -> None:
+    """`log_softmax` and its gradients are within budget."""
+    check(SoftmaxCase("log_softmax", shape, dtype, **options), target)
+
+
+@pytest.mark.parametrize("row", _ROWS)
+@pytest.mark.parametrize("cols", [3, 1026])
+def test_logarithm_of_special_values_as_in_pytorch(row: str, cols: int, target: Target) -> None:
+    """Infinite logits and NaN give PyTorch's logarithms and gradients, in their own row."""
+    x = torch.randn(5, cols, device=target.device)
+    x[2] = torch.tensor(_ROWS[row]).repeat(-(-cols // 3))[:cols]
+    x.requires_grad_()
+    dy = torch.randn_like(x)
+    with target.ran(forward=1, backward=1):
+        y = kf.log_softmax(x, backend=target.backend)
+        (dx,) = torch.autograd.grad(y, x, dy)
+    theirs = torch.log_softmax(x, -1)
+    torch.testing.assert_close(y, theirs, equal_nan=True)
+    torch.testing.assert_close(dx, torch.autograd.grad(theirs, x, dy)[0], equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", ["boolean", "additive"])
+@pytest.mark.parametrize("cols", [9, 4100])
+def test_logarithm_of_what_is_left_out(kind: str, cols: int, any_target: Target) -> None:
+    """It is -inf, also in a row with nothing left or with NaN, and its incoming gradient reaches nothing."""
+    x = torch.randn(4, cols, device=any_target.device, requires_grad=True)
+    keep = torch.rand(4, cols, device=any_target.device) < 0.5
+    keep[2], keep[:, 1] = False, False
+    keep[[0, 1, 3], 0] = True
+    additive = torch.zeros_like(x).masked_fill(~keep, -INF)
+    mask = keep if kind == "boolean" else additive.detach().requires_grad_()
+    dy = torch.randn_like(x)
+    with any_target.ran(forward=1, backward=1):
+        y = kf.log_softmax(x, mask=mask, backend=any_target.backend)
+        (dx,) = torch.autograd.grad(y, x, dy)
+    with any_target.ran(forward=1):
+        again = kf.log_softmax(x, mask=mask, backend=any_target.backend)
+        (differentiable,) = torch.autograd.grad(again, x, dy, create_graph=True)
+    kept = dy.masked_fill(~keep, 0.0)
+    expected = kept - kf.softmax(x, mask=keep, backend="eager") * kept.sum(-1, keepdim=True)
+    for found in (dx, differentiable):
+        torch.testing.assert_close(found, expected)
+        assert torch.equal(found[~keep], torch.zeros_like(found[~keep]))
+    torch.testing.assert_close(y, kf.softmax(x, mask=keep, backend="eager").log())
+    if kind == "boolean":
+        with any_target.ran(forward=1):
+            spoilt = kf.log_softmax(x.detach().masked_fill(keep, float("nan")), mask=mask, backend=any_target.backend)
+        assert spoilt[keep].isnan().all()
+        assert torch.equal(spoilt[~keep], torch.full_like(spoilt[~keep], -INF))

@@ -90,6 +90,7 @@ def _own_cases() -> Iterator[Case]:
     yield GatedNormCase("gated_rms_norm", (4, 3, 96), F32, weight=F32, bias=F32, gate=F32, **gated)
     yield SoftmaxCase("softmax", (1, 33000), F32)
     yield SoftmaxCase("softmax", (2, 33000), F32, causal=True)
+    yield SoftmaxCase("log_softmax", (2, 33000), F32, causal=True)
     yield ReduceCase("mean_abs", (2100, 5), F32, dim=0)
     yield RowNormCase("layer_norm", (4, 3, 96), F32, weight=F32, layout="transposed")
     yield StagedNormCase("add_rms_norm", (3, 2, 4, 40), BF16, weight=F32, residual=F32, layout="transposed")

@@ -33,8 +33,8 @@ from kernel_fusion.backends.triton import (
     row_norm,
     row_norm_parts,
     serve,
-    softmax,
 )
+from kernel_fusion.backends.triton.kernels import softmax
 from kernel_fusion.backends.triton.kernels.constants import Constants
 from kernel_fusion.core.stages import Given
 from kernel_fusion.operators import fallback
@@ -112,6 +112,7 @@ def verbs(rows: int, cols: int, dtype: torch.dtype) -> None:
         serve("reduce", x, [0], False, "mean_abs", None),
         serve("softmax", x, None, 1.0, True),
         serve("softmax", x, torch.zeros(rows, cols, dtype=torch.bool), 1.0, False),
+        serve("softmax", x, torch.zeros(rows, cols, dtype=torch.bool), 1.0, False, True),
     ]
     for y in results:
         torch.autograd.grad(y, [x, r, w], torch.zeros_like(y), retain_graph=True, allow_unused=True)

@@ -69,6 +69,7 @@ class Verb:
             "add_rms",
             "add_modulated",
             "softmax",
+            "log_softmax",
             "attention_weights",
             "bias_act-tanh",
             "bias_act-relu",
@@ -297,6 +298,13 @@ _VERBS = (
         lambda x, mask, **o: kf.softmax(x, mask=mask, causal=True, **o),
         lambda x, mask: torch.softmax(unfused.scaled(x, mask=mask, causal=True), -1),
         row_wise=False,
+    ),
+    Verb(
+        "log_softmax",
+        {"x": _matrix},
+        lambda x, **o: kf.log_softmax(x, scale=0.5, **o),
+        lambda x: torch.log_softmax(unfused.scaled(x, 0.5), -1),
+        batches=True,
     ),
     Verb(
         "attention_scores",

@@ -118,22 +118,29 @@ class ReduceAccess:
 
 @dataclass(frozen=True)
 class SoftmaxSpec(ByX):
-    """The weights of rows of x, perhaps with a mask ("b8": boolean), and perhaps with a `scale` other than 1."""
+    """The weights of rows of x, or their logarithms.
+
+    Attributes:
+        mask: "b8" for a boolean one.
+        scaled: whether there is a `scale` other than 1.
+    """
 
     x: Dtype
     mask: Dtype | None = None
     causal: bool = False
     scaled: bool = False
+    log: bool = False
 
 
 @dataclass(frozen=True)
 class SoftmaxBwdSpec:
-    """Its gradient. With `leaves_out`, dx is 0 where y is."""
+    """Its gradient. With `leaves_out`, dx is 0 where y is that of an element that is left out: 0, or its logarithm."""
 
     dy: Dtype
     y: Dtype
     dx: Dtype
     leaves_out: bool = False
+    log: bool = False
 
     @property
     def acc(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from kernel_fusion.errors import BackendUnavailableError
 from kernel_fusion.functional import interop
 from kernel_fusion.operators.dispatch import expandable, operator
 
-__all__ = ["attention_scores", "softmax"]
+__all__ = ["attention_scores", "log_softmax", "softmax"]
 
 # Rows that a causal product computes at a time: of 2048 columns five eighths are left.
 _PANEL_ROWS = 512
@@ -60,51 +61,107 @@ def softmax(
         >>> torch.allclose(kf.softmax(x, scale=0.5), torch.softmax(0.5 * x, -1))
         True
     """
+    return _weights(softmax, (), input, dim, scale, mask, causal, backend)
+
+
+def log_softmax(
+    input: Tensor,
+    dim: int = -1,
+    *,
+    scale: float = 1.0,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    r"""Logarithm of the softmax of a scaled and masked input, in one read and one write.
+
+    .. math:: y = (l - \max l) - \log \sum e^{l - \max l}, \qquad l = \mathrm{scale} \cdot x + \mathrm{mask}
+
+    Args:
+        input: x, any shape; float16, bfloat16, float32 or float64.
+        dim: the dimension over which the exponentials of y sum to one. The last one is fused; another is moved there
+            and back, by a copy.
+        scale: a factor.
+        mask: broadcast to x. Boolean: True keeps, False leaves out. Floating point: added, and it gets gradients.
+        causal: leave out columns beyond the row's own number, as :func:`kernel_fusion.softmax` does.
+        backend: "cuda", "triton", "cpu", "eager", or None for the automatic choice.
+
+    Returns:
+        Tensor of the input's shape and dtype; computed in float32 (float64 for float64). What a boolean mask or
+        `causal` leave out is -inf, also in a row with NaN, and so is a row of which nothing is left. With a mask or
+        `causal`, no gradient flows through a result of -inf. Without, all is as in :func:`torch.log_softmax`: a row
+        of -inf is NaN.
+
+    Raises:
+        IndexError, RuntimeError, ValueError, BackendUnavailableError: as for :func:`kernel_fusion.softmax`.
+
+    Example:
+        >>> import torch, kernel_fusion as kf
+        >>> x = torch.randn(4, 8)
+        >>> torch.allclose(kf.log_softmax(x, scale=0.5), torch.log_softmax(0.5 * x, -1), atol=1e-6)
+        True
+    """
+    return _weights(log_softmax, (True,), input, dim, scale, mask, causal, backend)
+
+
+def _weights(
+    function: Callable[..., Tensor],
+    options: tuple[bool, ...],
+    input: Tensor,
+    dim: int,
+    scale: float,
+    mask: Tensor | None,
+    causal: bool,
+    backend: str | None,
+) -> Tensor:
+    """The body of `function`, whose operator takes these further `options`."""
+    verb = function.__name__
     if not interop.is_tensor(input):
-        return interop.served(softmax, input, dim, scale=scale, mask=mask, causal=causal, backend=backend)  # type: ignore[no-any-return]
-    checks.of_kind("softmax", "dim", dim, checks.INT)
+        return interop.served(function, input, dim, scale=scale, mask=mask, causal=causal, backend=backend)  # type: ignore[no-any-return]
+    checks.of_kind(verb, "dim", dim, checks.INT)
     dims = max(input.dim(), 1)  # a number is a row of its own
     if not -dims <= dim < dims:
         raise IndexError(f"Dimension out of range (expected to be in range of [{-dims}, {dims - 1}], but got {dim})")
     last = dim in (-1, dims - 1)
     if causal and (not last or input.dim() < 2):
         raise ValueError(
-            f"`softmax`: `causal` needs rows and columns, the last two dimensions, got dim={dim} of {input.dim()}"
+            f"`{verb}`: `causal` needs rows and columns, the last two dimensions, got dim={dim} of {input.dim()}"
         )
     if input.dim() == 0:
-        return softmax(input[None], dim, scale=scale, mask=mask, backend=backend)[0]
+        return function(input[None], dim, scale=scale, mask=mask, backend=backend)[0]
     if input.is_nested and not last:
-        return _across_rows(input, dim, scale, mask, backend)
+        return _across_rows(verb, input, dim, scale, mask, backend)
     if mask is not None:
-        checks.mask("softmax", mask)
-        mask = checks.expanded_mask("softmax", expandable(mask), input.shape)
+        checks.mask(verb, mask)
+        mask = checks.expanded_mask(verb, expandable(mask), input.shape)
     if not last:
-        moved = softmax(
+        moved = function(
             input.movedim(dim, -1), scale=scale, mask=None if mask is None else mask.movedim(dim, -1), backend=backend
         )
         return moved.movedim(-1, dim).contiguous()
     additive = mask if mask is not None and mask.dtype != torch.bool else None
     try:
-        result: Tensor = operator("softmax", "softmax", backend, input, additive)(input, mask, scale, causal)
+        result: Tensor = operator(verb, "softmax", backend, input, additive)(input, mask, scale, causal, *options)
     except checks.REFUSALS as error:
-        checks.explain("softmax", error, {"input": input, "mask": additive}, scale=scale, causal=causal)
+        checks.explain(verb, error, {"input": input, "mask": additive}, scale=scale, causal=causal)
         raise
     return result
 
 
-def _across_rows(input: Tensor, dim: int, scale: float, mask: Tensor | None, backend: str | None) -> Tensor:
-    """PyTorch's softmax of a nested tensor over another dimension than the last, which cannot be moved."""
+def _across_rows(verb: str, input: Tensor, dim: int, scale: float, mask: Tensor | None, backend: str | None) -> Tensor:
+    """PyTorch's function of a nested tensor over another dimension than the last, which cannot be moved."""
     if mask is not None:
         raise RuntimeError(
-            f"`softmax`: a nested `input` takes no `mask` beside dim={dim}; without a mask PyTorch serves it"
+            f"`{verb}`: a nested `input` takes no `mask` beside dim={dim}; without a mask PyTorch serves it"
         )
     check_backend_name(backend)
     wanted = backend or state.backend
     if wanted not in (None, "eager"):
         raise BackendUnavailableError(
-            f"`softmax`: backend {wanted!r} was requested, but no kernels have rows of a nested `input` along dim={dim}"
+            f"`{verb}`: backend {wanted!r} was requested, but no kernels have rows of a nested `input` along dim={dim}"
         )
-    return torch.softmax(input if scale == 1.0 else input * scale, dim)
+    result: Tensor = getattr(torch, verb)(input if scale == 1.0 else input * scale, dim)
+    return result
 
 
 def attention_scores(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -67,32 +68,49 @@ class _MaskedCase(Case):
         return {} if mask is None or mask.dtype == torch.bool else {"dmask": sum_to(dscores, mask.shape)}
 
 
-def _weights(scores: Tensor, dim: int = -1) -> Tensor:
-    """PyTorch's softmax, with zeros for fully masked rows."""
-    dead = (scores == -math.inf).all(dim, keepdim=True)
+def _weights(scores: Tensor, dim: int = -1, log: bool = False) -> Tensor:
+    """PyTorch's softmax, with zeros for fully masked rows; or its logarithm, which is -inf where a score is."""
+    masked = scores == -math.inf
+    dead = masked.all(dim, keepdim=True)
+    if log:
+        return torch.log_softmax(scores.masked_fill(dead, 0.0), dim).masked_fill(masked, -math.inf)
     return torch.softmax(scores.masked_fill(dead, 0.0), dim).masked_fill(dead, 0.0)
 
 
-def _weights_by_hand(scores: Array, dy: Array, axis: int = -1) -> tuple[Array, Array]:
-    """Softmax of the scores, and the gradient of the scores if `dy` arrives at it, in NumPy's long double."""
+def _weights_by_hand(scores: Array, dy: Array, axis: int = -1, log: bool = False) -> tuple[Array, Array]:
+    """Softmax of the scores or its logarithm, and the gradient of the scores from `dy`, in NumPy's long double."""
     if scores.size == 0:
         return scores, scores
     largest = scores.max(axis, keepdims=True)
     exps = np.exp(scores - np.where(np.isinf(largest), 0, largest))
     total = exps.sum(axis, keepdims=True)
     y = exps / np.where(total == 0, 1, total)
+    if log:
+        dy = np.where(scores == -np.inf, 0, dy)
+        logs = scores - np.where(np.isinf(largest), 0, largest) - np.log(np.where(total == 0, 1, total))
+        return logs, dy - y * dy.sum(axis, keepdims=True)
     return y, (dy - (dy * y).sum(axis, keepdims=True)) * y
 
 
 @dataclass(frozen=True)
 class SoftmaxCase(_MaskedCase):
-    """One call of `softmax`. `dim` and `scale` are the function's arguments, and `layout` is that of the input."""
+    """One call of `softmax` or `log_softmax`.
+
+    Attributes:
+        dim, scale: The function's arguments.
+        layout: The layout of the input.
+    """
 
     dim: int = -1
     scale: float = 1.0
     layout: str = "contiguous"
     mean: float = 0.0
     std: float = 2.0
+
+    @property
+    def log(self) -> bool:
+        """Whether the result is the logarithm."""
+        return self.verb == "log_softmax"
 
     def make_inputs(self, device: torch.device | str, seed: int = 0) -> Tensors:
         """Draw x, mask and dy."""
@@ -104,29 +122,30 @@ class SoftmaxCase(_MaskedCase):
     def ours(self, inputs: Tensors, backend: str | None) -> Results:
         """y by the verb."""
         options: dict[str, Any] = {"scale": self.scale, "mask": inputs.mask, "causal": self.causal, "backend": backend}
-        return {"y": kf.softmax(inputs.x, self.dim, **options)}
+        return {"y": getattr(kf, self.verb)(inputs.x, self.dim, **options)}
 
     def definition(self, inputs: Tensors) -> Results:
         """y by the operator's definition."""
+        options = self.scale, self.causal, self.log
         if not self.shape:
-            return {"y": eager.softmax(inputs.x[None], inputs.mask, self.scale, self.causal)[0]}
+            return {"y": eager.softmax(inputs.x[None], inputs.mask, *options)[0]}
         mask = None if inputs.mask is None else inputs.mask.expand(self.shape).movedim(self.dim, -1)
-        return {"y": eager.softmax(inputs.x.movedim(self.dim, -1), mask, self.scale, self.causal).movedim(-1, self.dim)}
+        return {"y": eager.softmax(inputs.x.movedim(self.dim, -1), mask, *options).movedim(-1, self.dim)}
 
     def pytorch(self, inputs: Tensors) -> Results:
-        """The multiplication, the mask and softmax, each by PyTorch."""
+        """The multiplication, the mask and the function, each by PyTorch."""
         scaled = inputs.x if self.scale == 1.0 else inputs.x * self.scale
         scores = unfused.masked(scaled, inputs.mask, self.causal)
         masked = inputs.mask is not None or self.causal
-        y = _weights(scores, self.dim) if masked else torch.softmax(scores, self.dim)
+        y = _weights(scores, self.dim, self.log) if masked else getattr(torch, self.verb)(scores, self.dim)
         return {"y": y.to(self.dtype)}
 
     def long_double(self, inputs: Tensors) -> Reference:
         """Return results and gradients by formulas."""
         scores = self._masked_by_hand(self.scale * wide(inputs.x), inputs.mask)
         if not self.shape:
-            return {"y": np.ones(()), "dx": np.zeros(())}
-        y, dscores = _weights_by_hand(scores, wide(inputs.dy), self.dim)
+            return {"y": np.zeros(()) if self.log else np.ones(()), "dx": np.zeros(())}
+        y, dscores = _weights_by_hand(scores, wide(inputs.dy), self.dim, self.log)
         results = {"y": y, "dx": self.scale * dscores}
         return results | self._mask_gradient(dscores, inputs.mask)
 
@@ -216,7 +235,10 @@ def cases(quick: bool) -> Iterator[Case]:
 
 
 def _softmaxes(quick: bool) -> Iterator[Case]:
-    """Return cases of softmax with each kind of mask, with `causal`, and over another than the last dimension."""
+    """Return cases of softmax and its logarithm.
+
+    They have each kind of mask, `causal`, and another than the last dimension.
+    """
     places: tuple[dict[str, Any], ...] = (
         {"shape": (64, 255)},
         {"shape": (5, 4099), "scale": 0.125},
@@ -231,9 +253,9 @@ def _softmaxes(quick: bool) -> Iterator[Case]:
         {"shape": (16, 100), "layout": "padded"},
         {"shape": (2, 70001)},
     )
-    for dtype in DTYPES:
+    for verb, dtype in product(("softmax", "log_softmax"), DTYPES):
         for options in places if quick else places + more:
-            yield SoftmaxCase("softmax", dtype=dtype, **options)
+            yield SoftmaxCase(verb, dtype=dtype, **options)
 
 
 def _scores(quick: bool) -> Iterator[Case]:

@@ -13,15 +13,17 @@ from kernel_fusion.core.spec import compute_dtype
 __all__ = ["causal_mask", "softmax"]
 
 
-def softmax(input: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
-    """softmax(scale * input + mask); the mask is boolean (True = keep) or additive.
+def softmax(input: Tensor, mask: Tensor | None, scale: float, causal: bool, log: bool = False) -> Tensor:
+    """softmax(scale * input + mask) or, with `log`, its logarithm; the mask is boolean (True = keep) or additive.
 
-    With a mask or `causal`, a row of -inf gives zeros, and masked elements are 0 even beside NaN.
+    With a mask or `causal`, a row of -inf gives zeros, and masked elements are 0 even beside NaN. With `log` these are
+    -inf. No gradient flows through a logarithm of -inf where there is a mask or `causal`.
     """
+    function, nothing = (torch.log_softmax, -math.inf) if log else (torch.softmax, 0.0)
     if mask is not None:
         checks.mask("softmax", mask)
     if input.dtype not in checks.FLOATING:
-        return torch.softmax(input, -1)
+        return function(input, -1)
     logits = input.to(compute_dtype(input.dtype)) * scale
     left_out: list[Tensor] = []
     if mask is not None and mask.dtype == torch.bool:
@@ -33,12 +35,13 @@ def softmax(input: Tensor, mask: Tensor | None, scale: float, causal: bool) -> T
     for part in left_out:
         logits = logits.masked_fill(part, -math.inf)
     if mask is None and not causal:
-        return torch.softmax(logits, -1).to(input.dtype)
+        return function(logits, -1).to(input.dtype)
     dead = (logits == -math.inf).all(-1, keepdim=True)
-    y = torch.softmax(logits.masked_fill(dead, 0.0), -1)
+    y = function(logits.masked_fill(dead, 0.0), -1)
     for part in (dead, *left_out):
-        y = y.masked_fill(part, 0.0)
-    return y.to(input.dtype)
+        y = y.masked_fill(part, nothing)
+    y = y.to(input.dtype)
+    return y.masked_fill(y == nothing, nothing) if log else y
 
 
 def causal_mask(scores: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
-// Softmax over the last dimension: y = softmax(scale * input + mask), contiguous. `mask` is boolean or floating point. Causal
-// keeps column j of row i, in the last two dimensions, if j <= i. With a mask or causal, a row of -inf gives zeros. Elements
-// left out by a boolean mask or causal are 0, even in a row with NaN.
+// Softmax over the last dimension: y = softmax(scale * input + mask) or, with `log`, its logarithm; contiguous. `mask` is
+// boolean or floating point. Causal keeps column j of row i, in the last two dimensions, if j <= i. With a mask or causal, a
+// row of -inf gives zeros. Elements left out by a boolean mask or causal are 0, even in a row with NaN.
 //
 // Backward: dx = scale * (dy - sum(dy * y)) * y, contiguous. With `leaves_out`, dx = 0 where y = 0, which marks left out
-// elements, even in a row with NaN.
+// elements, even in a row with NaN. With `log`, dx = scale * (dy - sum(dy) * exp(y)); what is left out is marked by y = -inf,
+// and its dy counts for nothing.
 #include <algorithm>
 #include <bit>
 
@@ -26,10 +27,10 @@ bool repeats_column(const Tensor& mask) { return mask.stride(-1) == 0; }
 Rows rows_of_mask(const Tensor& mask) { return Rows(repeats_column(mask) ? mask.narrow(-1, 0, 1) : mask, 1); }
 
 SoftmaxSpec spec_of(const SoftmaxCall& c) {
-  return {cpu_dtype(c.input.scalar_type()), mask_dtype(c.mask), c.causal, c.scale != 1};
+  return {cpu_dtype(c.input.scalar_type()), mask_dtype(c.mask), c.causal, c.scale != 1, c.log};
 }
 SoftmaxBwdSpec spec_of(const SoftmaxBwdCall& c, const Tensor& dy) {
-  return {cpu_dtype(dy.scalar_type()), cpu_dtype(c.y.scalar_type()), cpu_dtype(c.y.scalar_type()), c.leaves_out};
+  return {cpu_dtype(dy.scalar_type()), cpu_dtype(c.y.scalar_type()), cpu_dtype(c.y.scalar_type()), c.leaves_out, c.log};
 }
 
 // ---- On the CPU threads share the rows; on CUDA: arguments -> key -> launch. A mask has the shape of the input.
@@ -131,7 +132,7 @@ Tensor compute(const Backend& backend, const SoftmaxCall& call) {
   Tensor y = allocate_like(call.input, at::MemoryFormat::Contiguous);
   if (y.numel()) {
     call.tensors(check_all_memory);
-    softmax_kernels(backend, {call.input, mask, call.scale, call.causal}, y);
+    softmax_kernels(backend, {call.input, mask, call.scale, call.causal, call.log}, y);
   }
   return y;
 }
@@ -143,7 +144,7 @@ Tensor compute(const Backend& backend, const SoftmaxBwdCall& c) {
   Tensor dx = allocate_like(y, at::MemoryFormat::Contiguous);
   if (y.numel()) {
     c.tensors(check_all_memory);
-    softmax_bwd_kernels(backend, {dy.contiguous(), y.contiguous(), c.scale, c.leaves_out}, dx);
+    softmax_bwd_kernels(backend, {dy.contiguous(), y.contiguous(), c.scale, c.leaves_out, c.log}, dx);
   }
   return dx;
 }
@@ -159,6 +160,11 @@ Tensor softmax_backward(const SoftmaxBwdCall& c) {
   if (!at::GradMode::is_enabled()) return compute_by(c.tensors(keys_of), c);
   if (direct(c.tensors(keys_of))) c.tensors(check_all_memory);  // ATen's operations check none
   const Tensor wide_dy = dy.to(acc_dtype(y)), wide_y = y.to(acc_dtype(y));
+  if (c.log) {
+    const Tensor kept = c.leaves_out ? wide_dy.masked_fill(y.isneginf(), 0) : wide_dy;
+    const Tensor dx = kept.sub(wide_y.exp().mul(kept.sum(-1, /*keepdim=*/true))).mul(c.scale).to(y.scalar_type());
+    return c.leaves_out ? dx.masked_fill(y.isneginf(), 0) : dx;
+  }
   const Tensor dot = wide_dy.mul(wide_y).sum(-1, /*keepdim=*/true);
   const Tensor dx = wide_dy.sub(dot).mul(wide_y).mul(c.scale).to(y.scalar_type());
   return c.leaves_out ? dx.masked_fill(y.eq(0), 0) : dx;
@@ -167,12 +173,14 @@ Tensor softmax_backward(const SoftmaxBwdCall& c) {
 struct SoftmaxBackward : SavingNode {
   enum { kY, kMask };  // the mask, if it has a gradient, for its shape and dtype
   const double scale;
-  const bool leaves_out;
+  const bool leaves_out, log;
 
-  explicit SoftmaxBackward(const SoftmaxCall& c) : scale(c.scale), leaves_out(c.causal || dtype_of(c.mask) == at::kBool) {}
+  // An added mask leaves out what its -inf meets. Only the logarithm must be told, since 0 is its own gradient.
+  explicit SoftmaxBackward(const SoftmaxCall& c)
+      : scale(c.scale), leaves_out(c.causal || (c.log ? present(c.mask) : dtype_of(c.mask) == at::kBool)), log(c.log) {}
 
   std::string name() const override { return "SoftmaxBackward"; }
-  std::string key() const override { return key_of(scale, leaves_out); }
+  std::string key() const override { return key_of(scale, leaves_out, log); }
 
   variable_list gradients(variable_list&& grads) override {
     variable_list list = no_gradients();
@@ -180,11 +188,11 @@ struct SoftmaxBackward : SavingNode {
     const Tensor& dy = grads[0];
     const Tensor result = saved(kY), additive = saved(kMask);
     if (!additive.defined() || !wants(1)) {
-      list[0] = softmax_backward({dy, result, scale, leaves_out});
+      list[0] = softmax_backward({dy, result, scale, leaves_out, log});
       return list;
     }
     // Unrounded before the sum over the mask's broadcast dimensions, and never in a dtype other than the mask's.
-    const Tensor dlogits = softmax_backward({dy, result.to(acc_dtype(result)), 1.0, leaves_out});
+    const Tensor dlogits = softmax_backward({dy, result.to(acc_dtype(result)), 1.0, leaves_out, log});
     if (wants(0)) list[0] = dlogits.mul(scale).to(result.scalar_type());
     list[1] = dlogits.sum_to_size_symint(additive.sym_sizes()).to(additive.scalar_type());
     return list;
@@ -194,12 +202,12 @@ struct SoftmaxBackward : SavingNode {
 }  // namespace
 
 Tensor record(c10::DispatchKeySet keys, const SoftmaxCall& call) {
-  const auto& [input, mask, scale, causal] = call;
+  const auto& [input, mask, scale, causal, log] = call;
   // Backward reads y, which needs as many digits as a mask that is wider than the input.
   const auto dtype = present(mask) && mask->requires_grad() ? c10::promoteTypes(input.scalar_type(), mask->scalar_type())
                                                             : input.scalar_type();
   const Tensor wide = input.to(dtype);
-  const SoftmaxCall of_wide{wide, mask, scale, causal};
+  const SoftmaxCall of_wide{wide, mask, scale, causal, log};
   Tensor y = below_autograd(keys, of_wide);
   const OptionalTensor& kept = present(mask) && mask->requires_grad() ? mask : kAbsent;
   set_history(std::make_unique<SoftmaxBackward>(of_wide), {wide, mask}, {y}, {y, kept});

@@ -1,8 +1,10 @@
-// y = softmax(scale * x + mask) over rows of run-time length, causal or not: the policy (row_executors.cuh).
+// y = softmax(scale * x + mask) over rows of run-time length, causal or not, or its logarithm: the policy (row_executors.cuh).
 //
 // A warp takes the maximum m of its logits l = scale * x + mask, and the sum s of e^(l - m). The row's maximum is M, its
 // sum S the sum of s e^(m - M). Then y = e^(l - M) / S, of a row in registers e^(l - m) * (e^(m - M) / S). Memory: one
 // read of x and mask, one write of y; causal rows read only kept columns. A streamed row's mask is read again.
+//
+// The logarithm is (l - M) - log(S). What is zero here is -inf there.
 //
 // With a mask or causal, a row of -inf gives zeros: m counts as 0 and S as 1. Left out elements are zero, even beside
 // NaN, because backward recognises them by that. NaN makes S NaN, so only such rows look for left out elements.
@@ -35,6 +37,12 @@ template <> struct Quotient<double> {
   __device__ double operator()(double v) const { return v * factor / by; }
 };
 
+// y of an element that is left out, in the type of `zero`.
+template <class S, class A> __device__ A nothing(A zero) {
+  if constexpr (S::kLog) return negative_infinity(zero);
+  else return zero;
+}
+
 template <class S> struct Softmax {
   using A = typename S::Acc;
   using X = typename S::X;
@@ -53,7 +61,7 @@ template <class S> struct Softmax {
     Pack<MaskType, kVec> mask;
   };
   struct Held {
-    A v[kVec];  // logits, then exponentials
+    A v[kVec];  // logits, then exponentials; for the logarithm logits throughout
   };
   struct Finish {
     Quotient<A> quotient;
@@ -63,7 +71,7 @@ template <class S> struct Softmax {
   // has a gradient, training computes such rows in the mask's fp32, and must give the bits of inference.
   static constexpr bool kRough = sizeof(X) == 2 && sizeof(A) == 4 && !kAdditive;
   struct Anew : Finish {
-    A shift, exponent;
+    A shift, exponent;  // the exponent is log2 of the quotient or, for the logarithm, log(S)
   };
 
   const X* first;
@@ -143,8 +151,12 @@ template <class S> struct Softmax {
     for (int i = 0; i < kVectors; ++i)
 #pragma unroll
       for (int e = 0; e < kVec; ++e) {
-        held[i].v[e] = exp_below(held[i].v[e], shift);
-        sums[e] += held[i].v[e];
+        if constexpr (S::kLog) {
+          sums[e] += exp_below(held[i].v[e], shift);
+        } else {
+          held[i].v[e] = exp_below(held[i].v[e], shift);
+          sums[e] += held[i].v[e];
+        }
       }
     return {max, sum_lanes<S::kLanes>(sum_elements(sums))};
   }
@@ -179,15 +191,21 @@ template <class S> struct Softmax {
     return {max, Exchange<S>::sum(lane, [&](int w) { return slots[w][1] * exp_below(slots[w][0], shift); })};
   }
 
-  __device__ static Finish finish(const Pair<A>& whole, A factor = 1) {
+  __device__ static Finish share(const Pair<A>& whole, A factor = 1) {
     return {Quotient<A>{factor, kMasked && whole.second == A(0) ? A(1) : whole.second}, whole.second};
   }
-  __device__ static Finish finish(const Pair<A>& own, const Pair<A>& whole) {
-    return finish(whole, exp_below(own.first, shift_of(whole.first)));
+  __device__ static auto finish(const Pair<A>& whole) {
+    if constexpr (S::kLog) return finish_anew(whole);
+    else return share(whole);
+  }
+  __device__ static auto finish(const Pair<A>& own, const Pair<A>& whole) {
+    if constexpr (S::kLog) return finish_anew(whole);
+    else return share(whole, exp_below(own.first, shift_of(whole.first)));
   }
   __device__ static Anew finish_anew(const Pair<A>& whole) {
-    Anew anew{finish(whole), shift_of(whole.first), 0};
-    if constexpr (kRough) anew.exponent = log2f(anew.quotient.ratio);
+    Anew anew{share(whole), shift_of(whole.first), 0};
+    if constexpr (S::kLog) anew.exponent = log(kMasked && whole.second == A(0) ? A(1) : whole.second);
+    else if constexpr (kRough) anew.exponent = log2f(anew.quotient.ratio);
     return anew;
   }
 
@@ -197,11 +215,13 @@ template <class S> struct Softmax {
     for (int e = 0; e < kVec; ++e) held.v[e] = finish.quotient(held.v[e]);
     put(col, held, finish.sum);
   }
+  __device__ void write(int col, Held& held, const Anew& anew) const { write_anew(col, held, anew); }
   // Logits.
   __device__ void write_anew(int col, Held& held, const Anew& anew) const {
 #pragma unroll
     for (int e = 0; e < kVec; ++e) {
-      if constexpr (kRough) held.v[e] = Hardware::exp2(fused(held.v[e] - anew.shift, kLog2E, anew.exponent));
+      if constexpr (S::kLog) held.v[e] = held.v[e] - anew.shift - anew.exponent;
+      else if constexpr (kRough) held.v[e] = Hardware::exp2(fused(held.v[e] - anew.shift, kLog2E, anew.exponent));
       else held.v[e] = anew.quotient(exp_below(held.v[e], anew.shift));
     }
     put(col, held, anew.sum);
@@ -213,7 +233,7 @@ template <class S> struct Softmax {
       if (sum != sum) {
 #pragma unroll
         for (int e = 0; e < kVec; ++e)
-          if (is_left_out(col + e)) held.v[e] = 0;
+          if (is_left_out(col + e)) held.v[e] = nothing<S>(A(0));
       }
     store<S::kAlignY>(y + col, narrow_pack<X>(held.v));
   }
@@ -228,6 +248,8 @@ template <class S> __device__ void softmax(const SoftmaxArgs& args) { run_rows<S
 
 // Backward: dx = scale * (dy - sum(dy * y)) * y. Left out elements have y = 0, so dx = 0; with kLeavesOut even in a row with
 // NaN. Memory: one read of dy and y, one write of dx.
+//
+// For the logarithm it is dx = scale * (dy - sum(dy) * e^y). Left out elements have y = -inf, and their dy counts for nothing.
 template <class S> struct SoftmaxBwd {
   using A = typename S::Acc;
   using DX = typename S::DX;
@@ -263,7 +285,10 @@ template <class S> struct SoftmaxBwd {
     widen_pack(held.dy, g);
     widen_pack(held.y, p);
 #pragma unroll
-    for (int e = 0; e < kVec; ++e) sums[e] = fused(g[e], p[e], sums[e]);
+    for (int e = 0; e < kVec; ++e) {
+      if constexpr (S::kLog) sums[e] += S::kLeavesOut && p[e] == nothing<S>(A(0)) ? A(0) : g[e];
+      else sums[e] = fused(g[e], p[e], sums[e]);
+    }
   }
   template <class At, int kVectors> __device__ static Pair<A> of_warp(const At& at, int limit, const Held (&held)[kVectors]) {
     A sums[kVec] = {};
@@ -292,8 +317,9 @@ template <class S> struct SoftmaxBwd {
     widen_pack(held.y, p);
 #pragma unroll
     for (int e = 0; e < kVec; ++e) {
-      g[e] = scale * ((g[e] - sum) * p[e]);
-      if constexpr (S::kLeavesOut) g[e] = p[e] == A(0) ? A(0) : g[e];
+      if constexpr (S::kLog) g[e] = scale * (g[e] - sum * exp_below(p[e], A(0)));
+      else g[e] = scale * ((g[e] - sum) * p[e]);
+      if constexpr (S::kLeavesOut) g[e] = p[e] == nothing<S>(A(0)) ? A(0) : g[e];
     }
     store<S::kAlignDX>(dx + col, narrow_pack<DX>(g));
   }

@@ -3,7 +3,7 @@
 A program has C.rows whole rows, each in one block of columns. Longer rows (C.looped) are read twice: first for a
 running maximum and the sum of exponentials relative to it (Milakov, Gimelshein 2018), then for the quotients. Elements
 that a mask or the diagonal of `causal` leaves out are not read. They give zero, even beside NaN, and so does a fully
-masked row.
+masked row. With C.log, y is the logarithm of all this, and backward is dx = scale * (dy - sum(dy) exp(y)).
 
 Behind the kernels are the operators that launch them, and the autograd of these.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kernel_fusion.backends.triton import autograd, plan
 from kernel_fusion.backends.triton.kernels.constants import Constants, kernel
-from kernel_fusion.backends.triton.kernels.elementary import exp
+from kernel_fusion.backends.triton.kernels.elementary import exp, log1p
 from kernel_fusion.backends.triton.kernels.rows import load, row_offset, store, tile_of_rows
 from kernel_fusion.backends.triton.launch import launch, operator
 from kernel_fusion.backends.triton.layout import RowLayout, merge, outer_rows, rows_of, unit
@@ -40,6 +40,7 @@ class Softmax(Constants):
         leaves_out: Whether the mask or the diagonal leaves elements out, which are then zero.
         mask: The kind of mask: "none", "bool" or "additive".
         causal: Whether elements beyond the diagonal are left out.
+        log: Whether y is the logarithm.
     """
 
     scale: float
@@ -48,7 +49,13 @@ class Softmax(Constants):
     leaves_out: bool
     mask: str = "none"
     causal: bool = False
+    log: bool = False
     flat: bool = True
+
+    @property
+    def nothing(self) -> float:
+        """y of an element that is left out."""
+        return -float("inf") if self.log else 0.0
 
 
 @triton.jit
@@ -83,12 +90,15 @@ def _maximum(logits):
 @triton.jit
 def _quotients(logits, kept, largest, total, C: tl.constexpr):
     """y of a tile, from the maximum of each row and the sum of its exponentials."""
-    y = exp(logits - largest) / total
+    if C.log:
+        y = (logits - largest) - log1p(total - 1.0)  # the sum is at least 1; Triton's own log is less exact
+    else:
+        y = exp(logits - largest) / total
     if C.causal or C.mask != "none":
         # The maximum of a fully masked row is -inf. NaN compares unequal.
-        y = tl.where(largest == -float("inf"), 0.0, y)
+        y = tl.where(largest == -float("inf"), C.nothing, y)
     if C.leaves_out:
-        y = tl.where(kept, y, 0.0)
+        y = tl.where(kept, y, C.nothing)
     return y
 
 
@@ -143,11 +153,22 @@ def softmax_fwd(
 
 
 @triton.jit
+def _terms(dy, y, C: tl.constexpr):
+    """What backward sums over a row: dy * y or, for the logarithm, dy of the elements that are not left out."""
+    if not C.log:
+        return dy * y
+    return tl.where(y == C.nothing, 0.0, dy) if C.leaves_out else dy
+
+
+@triton.jit
 def _gradient(dy, y, total, C: tl.constexpr):
-    """dx of a tile; `total` is the sum of dy * y over each row."""
-    dx = (dy - total) * y * C.scale
+    """dx of a tile; `total` is the sum of the terms over each row."""
+    if C.log:
+        dx = (dy - total * exp(y)) * C.scale
+    else:
+        dx = (dy - total) * y * C.scale
     if C.leaves_out:
-        dx = tl.where(y == 0, 0.0, dx)
+        dx = tl.where(y == C.nothing, 0.0, dx)
     return dx
 
 
@@ -164,7 +185,8 @@ def softmax_bwd(dy_ptr, y_ptr, dx_ptr, num_rows, col_units, C: tl.constexpr):
         for start in range(0, num_cols, BLOCK):
             at = start + col
             mask = row_mask & (at < num_cols)
-            sums += load(dy_ptr, at_row + at, mask, C.wide) * load(y_ptr, at_row + at, mask, C.wide)
+            dy = load(dy_ptr, at_row + at, mask, C.wide)
+            sums += _terms(dy, load(y_ptr, at_row + at, mask, C.wide), C)
         total = tl.sum(sums, axis=1)[:, None]
         for start in range(0, num_cols, BLOCK):
             at = start + col
@@ -176,7 +198,7 @@ def softmax_bwd(dy_ptr, y_ptr, dx_ptr, num_rows, col_units, C: tl.constexpr):
         mask = row_mask & (col < num_cols)
         dy = load(dy_ptr, at_row + col, mask, C.wide)
         y = load(y_ptr, at_row + col, mask, C.wide)
-        total = tl.sum(dy * y, axis=1)[:, None]
+        total = tl.sum(_terms(dy, y, C), axis=1)[:, None]
         store(dx_ptr, at_row + col, _gradient(dy, y, total, C), mask)
 
 
@@ -204,7 +226,7 @@ def _takes_forward(input: Tensor, mask: Tensor | None, causal: bool) -> bool:
 
 
 @operator("softmax_fwd")
-def forward(input: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
+def forward(input: Tensor, mask: Tensor | None, scale: float, causal: bool, log: bool = False) -> Tensor:
     """Return y, which is contiguous. `mask` has the input's shape and any strides."""
     require("triton_softmax_fwd", [input, mask], _takes_forward(input, mask, causal))
     cols = input.shape[-1]
@@ -215,6 +237,7 @@ def forward(input: Tensor, mask: Tensor | None, scale: float, causal: bool) -> T
     size = unit(cols, *rows.strides[0])
     kind = "none" if by is None else "bool" if by.dtype == torch.bool else "additive"
     asked: dict[str, Any] = {"scale": scale, "mask": kind, "causal": causal, "leaves_out": causal or kind == "bool"}
+    asked["log"] = log
     lengths = rows.count, cols // size, input.shape[-2] if causal else 1, rows.middle, rows.inner
     strides = *(stride // size for stride in rows.strides[0]), *rows.strides[1], 0 if by is None else by.stride(-1)
     constants = Softmax.of(layout, wide=wide, flat=rows.simple, unit=size, **asked)
@@ -224,10 +247,11 @@ def forward(input: Tensor, mask: Tensor | None, scale: float, causal: bool) -> T
 
 
 @operator("softmax_bwd")
-def backward(dy: Tensor, y: Tensor, scale: float, leaves_out: bool) -> Tensor:
+def backward(dy: Tensor, y: Tensor, scale: float, leaves_out: bool, log: bool = False) -> Tensor:
     """Return dx, which is contiguous.
 
-    With `leaves_out`, the mask or the diagonal left out elements. dx is then 0 if y is, even in a row with NaN.
+    With `leaves_out`, the mask or the diagonal left out elements. dx is then 0 if y is, even in a row with NaN; with
+    `log`, if y is -inf.
     """
     takes = y.dim() >= 1 and possible(y.numel() > 0) and floating(dy, y) and shaped(y.shape, dy)
     require("triton_softmax_bwd", [dy, y], takes)
@@ -236,38 +260,44 @@ def backward(dy: Tensor, y: Tensor, scale: float, leaves_out: bool) -> Tensor:
     wide = compute_dtype(y.dtype) == torch.float64
     layout = plan.row_plan(cols, wide, kept=2)
     size, num_rows = unit(cols), y.numel() // cols
-    constants = Softmax.of(layout, scale=scale, leaves_out=leaves_out, wide=wide, unit=size)
+    constants = Softmax.of(layout, scale=scale, leaves_out=leaves_out, log=log, wide=wide, unit=size)
     args, grid = (dy, y, dx, num_rows, cols // size), (-(-num_rows // layout.rows),)
     launch(softmax_bwd, grid, *args, constants=constants, warps=layout.warps)
     return dx
 
 
 def _kept(args: Sequence[Any], y: Tensor, _: Sequence[bool]) -> Sequence[Any]:
-    """Backward reads these: y, the scale, whether elements are left out, and the dtypes of input and mask."""
-    input, mask, scale, causal = args
-    leaves_out = causal or (mask is not None and mask.dtype == torch.bool)
-    return y, scale, leaves_out, input.dtype, None if mask is None else mask.dtype
+    """Backward reads these: y, the scale, whether elements are left out, `log`, and the dtypes of input and mask."""
+    input, mask, scale, causal, *options = args
+    log = any(options)
+    leaves_out = causal or (mask is not None and (log or mask.dtype == torch.bool))
+    return y, scale, leaves_out, log, input.dtype, None if mask is None else mask.dtype
 
 
 def _gradients(kept: Sequence[Any], grads: Sequence[Any], wants: Sequence[bool]) -> list[Tensor | None]:
     """Gradients of the input and of an additive mask."""
-    y, scale, leaves_out, *dtypes = kept
+    y, scale, leaves_out, log, *dtypes = kept
     (dy,) = grads
     # y carries its history, so the formula, which is one of y, can be differentiated.
     gradient = _formula if torch.is_grad_enabled() else torch.ops.kernel_fusion.triton_softmax_bwd
     return [
-        cast(gradient(dy, y, factor, leaves_out), dtype) if wanted else None
+        cast(gradient(dy, y, factor, leaves_out, log), dtype) if wanted else None
         for factor, dtype, wanted in zip((scale, 1.0), dtypes, wants, strict=False)
     ]
 
 
-def _formula(dy: Tensor, y: Tensor, scale: float, leaves_out: bool) -> Tensor:
+def _formula(dy: Tensor, y: Tensor, scale: float, leaves_out: bool, log: bool) -> Tensor:
     """The result of `backward` by PyTorch's operations, through which gradients flow."""
     wide = compute_dtype(y.dtype)
-    weights = cast(y, wide)
-    product = cast(dy, wide) * weights
-    dx = scale * (product - weights * product.sum(-1, keepdim=True))
-    return dx.masked_fill(y == 0, 0.0) if leaves_out else dx
+    nothing = y == (-torch.inf if log else 0.0)
+    weights, terms = cast(y, wide), cast(dy, wide)
+    if log:
+        weights = weights.exp()
+        terms = terms.masked_fill(nothing, 0.0) if leaves_out else terms
+    else:
+        terms = terms * weights
+    dx = scale * (terms - weights * terms.sum(-1, keepdim=True))
+    return dx.masked_fill(nothing, 0.0) if leaves_out else dx
 
 
 def _is_mask(mask: Tensor, input: Tensor) -> bool:

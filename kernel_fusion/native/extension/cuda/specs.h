@@ -71,7 +71,7 @@ struct ReduceAccess {
 struct SoftmaxSpec {
   static constexpr int kKernel = 4;
   Dtype x, mask = Dtype::kAbsent;
-  int causal = 0, scaled = 0;
+  int causal = 0, scaled = 0, log = 0;
 };
 
 struct RowAccess {
@@ -87,7 +87,7 @@ struct SoftmaxAccess {
 struct SoftmaxBwdSpec {
   static constexpr int kKernel = 5;
   Dtype dy, y, dx;
-  int leaves_out = 0;
+  int leaves_out = 0, log = 0;
 };
 
 struct RotarySpec {
