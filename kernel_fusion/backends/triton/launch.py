@@ -39,14 +39,16 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
     def define(function: Callable[..., Any]) -> Any:
         signature = inspect.signature(function, eval_str=True)
         own = signature.parameters.items()
-        parts = [_part(parameter.annotation) for _, parameter in own]
+        parts = [_part(parameter) for _, parameter in own]
 
         @wraps(function)
         def flat(*args: Any) -> Any:
             left = iter(args)
             return function(*[part(left) for part in parts])
 
-        arguments = [argument for name, parameter in own for argument in _arguments(name, parameter.annotation)]
+        arguments = [
+            argument for name, each in own for argument in _arguments(name, each.annotation, default=each.default)
+        ]
         # PyTorch makes the schema from this.
         setattr(flat, "__signature__", signature.replace(parameters=arguments))  # noqa: B010
         return torch.library.triton_op(f"kernel_fusion::triton_{name}", flat, mutates_args={})
@@ -54,8 +56,11 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
     return define
 
 
-def _part(kind: Any) -> Callable[[Iterator[Any]], Any]:
-    """A function that takes as many of the operator's arguments as a parameter of type `kind` needs, and returns it."""
+def _part(parameter: inspect.Parameter) -> Callable[[Iterator[Any]], Any]:
+    """A function that takes as many of the operator's arguments as the parameter needs, and returns its value."""
+    kind = parameter.annotation
+    if parameter.default is not inspect.Parameter.empty:
+        return lambda left: next(left, parameter.default)  # the dispatcher omits what has its default
     if kind is Given:
         return lambda left: Given(*left)  # the last parameter, of which the dispatcher omits what has its default
     if not hasattr(kind, "_fields"):
@@ -66,8 +71,8 @@ def _part(kind: Any) -> Callable[[Iterator[Any]], Any]:
     return lambda left: kind(*islice(left, count))
 
 
-def _arguments(name: str, kind: Any) -> list[inspect.Parameter]:
-    """The operator's arguments for the parameter `name`, of type `kind`."""
+def _arguments(name: str, kind: Any, default: Any = inspect.Parameter.empty) -> list[inspect.Parameter]:
+    """The operator's arguments for the parameter `name`, of type `kind`, with the default of a plain one."""
     usual = inspect.Parameter.POSITIONAL_OR_KEYWORD
     if kind is Given:
         return [
@@ -75,7 +80,7 @@ def _arguments(name: str, kind: Any) -> list[inspect.Parameter]:
             for each in ARGUMENTS
         ]
     if not hasattr(kind, "_fields"):
-        return [inspect.Parameter(name, usual, annotation=kind)]
+        return [inspect.Parameter(name, usual, annotation=kind, default=default)]
     return [argument for field in get_type_hints(kind).items() for argument in _arguments(*field)]
 
 
