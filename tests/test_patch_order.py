@@ -29,6 +29,7 @@ class Ordered(nn.Module):
         self.branch = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(16, 16))
         self.write, self.same, self.act = nn.ReLU(inplace=True), nn.Identity(), nn.SiLU()
         self.one, self.other = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.fire = nn.ModuleDict({{"squeeze": nn.Sequential(nn.ReLU(inplace=True), nn.Linear(16, 16))}})
         self.drop, self.late = nn.Dropout(0.3), nn.Dropout(0.6)
         self.norm, self.bare = nn.LayerNorm(16), nn.LayerNorm(16, elementwise_affine=False)
 
@@ -104,6 +105,9 @@ WRITES = [
     ("return self.act(self.same(a.view(2, 2, 16))) * self.branch(a).view(2, 2, 16)", _LATE),
     ("return self.branch(a) * self.act(self.write(a))", _LATE),
     ("return self.act(a) * self.doubled(a)", ""),
+    ("return torch.sigmoid(a) * self.fire.squeeze(a)", ""),
+    ("fire = self.fire; return torch.sigmoid(a) * fire.squeeze(a)", ""),
+    ("return torch.sigmoid(a) * b.view(b.shape[0], *b.shape[1:], 1).squeeze(-1)", _GATE),
     ("return self.bare(a) * (1 + self.branch(a)) + b", ""),
     ("return self.bare(a) * (1 + b) + self.branch(b)", "modulation after self.bare"),
     ("n = self.bare(a); return n * (1 + self.branch(a)) + b", ""),
@@ -135,7 +139,7 @@ def test_a_write_that_no_name_shows(load: Load) -> None:
             assert left[0].endswith(": code between this and what it would join may write to what it reads")
 
 
-@pytest.mark.parametrize("lines", [WRITES[0][0], WRITES[2][0], WRITES[14][0]])
+@pytest.mark.parametrize("lines", [WRITES[0][0], WRITES[2][0], WRITES[17][0]])
 def test_a_write_between_in_training(load: Load, lines: str) -> None:
     """The gradients are those of the unpatched model, too."""
     model = load(lines)

@@ -10,11 +10,14 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator, Set
 
-# Methods of tensors that write nothing and draw nothing, by names that no submodule has.
-_METHODS = frozenset(
-    """bfloat16 chunk clone contiguous detach dim double expand expand_as float half mean movedim permute repeat reshape
-    size split squeeze sum to transpose type type_as unbind unflatten unsqueeze view view_as""".split()  # noqa: SIM905
+# Methods of tensors that write nothing and draw nothing. No submodule has the name of one of the first: modules have
+# such methods themselves, or it says that a tensor comes. A submodule named as one of the others is given a tensor.
+_OF_TENSORS = frozenset({"bfloat16", "double", "expand_as", "float", "half", "to", "type", "type_as", "view_as"})
+_METHODS = _OF_TENSORS | frozenset(
+    """chunk clone contiguous detach dim expand mean movedim permute repeat reshape size split squeeze sum transpose
+    unbind unflatten unsqueeze view""".split()  # noqa: SIM905
 )
+_OF_SHAPES = frozenset({"device", "dtype", "ndim", "shape"})  # attributes of tensors that are none
 # Statements that only evaluate their expressions, and bind names.
 _STATEMENTS = (ast.Expr, ast.Assign, ast.AnnAssign, ast.Return, ast.Pass, ast.If, ast.Assert, ast.Raise)
 _EXPRESSIONS = (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)
@@ -48,8 +51,22 @@ def _is_still(node: ast.AST) -> bool:
 def is_view(call: ast.Call) -> bool:
     """Whether it calls a method that gives a tensor another shape or dtype, or reduces it."""
     callee = call.func
-    own = isinstance(callee, ast.Attribute) and callee.attr in _METHODS
-    return own and not (isinstance(callee.value, ast.Name) and callee.value.id == "self")  # type: ignore[attr-defined]
+    if not isinstance(callee, ast.Attribute) or callee.attr not in _METHODS:
+        return False
+    if isinstance(callee.value, ast.Name) and callee.value.id == "self":
+        return False
+    given = [*call.args, *(keyword.value for keyword in call.keywords)]
+    return callee.attr in _OF_TENSORS or not any(map(_may_be_a_tensor, given))
+
+
+def _may_be_a_tensor(node: ast.expr) -> bool:
+    """Whether an argument may be a tensor, or have one in it: a name, or the result of a call."""
+    if isinstance(node, ast.Attribute):
+        return node.attr not in _OF_SHAPES
+    if isinstance(node, ast.Subscript):
+        return _may_be_a_tensor(node.value)
+    parts = [each for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr)]
+    return any(map(_may_be_a_tensor, parts)) if parts else not isinstance(node, ast.Constant)
 
 
 def evaluated_before(statement: ast.stmt, node: ast.AST) -> list[ast.AST]:
