@@ -83,6 +83,8 @@ def _resident(spec: SoftmaxSpec | SoftmaxBwdSpec, access: SoftmaxAccess, device:
         most = 16 if itemsize == 4 or (itemsize == 2 and access.vec == 1) else most
         if access.vec == 1 and _takes_more(spec):
             most = 8
+    elif device.arch < 90 and _takes_more(spec):
+        most = min(most, 16)
     target = max(1, elements // access.vec)
     target = 3 if target == 2 else target  # capacities of 3 * 2^k then come out even
     lanes = 1
