@@ -152,6 +152,8 @@ def right_calls(device: str, heads: tuple[int, int, int] = (2, 4, 3)) -> dict[st
     bwd_staged = {"output_mask": [True] * 5, "x_dtype": torch.float32, "dh": _randn(device, 3, 5, 6), "x": r, "bias": b,
                   "has_residual": True, **some, "dropout_p": 0.0, "seed": None}  # fmt: skip
     bwd_gated = {"output_mask": [True] * 4 + [False], **gated, "gate_first": True}
+    spread = [call | {"groups": ""} for call in staged]  # over the ranks of no group rows are whole
+    whole = {"passes": "both", "sums": None}
     pointwise = [
         {"a": x, "b": b, "combine": "add", "activation": "tanh", "scale": 0.5, "dropout_p": 0.25, "seed": seed},
         {"a": x, "b": None, "combine": "first", "activation": "relu", "scale": 1.0, "dropout_p": 0.0, "seed": None},
@@ -180,8 +182,10 @@ def right_calls(device: str, heads: tuple[int, int, int] = (2, 4, 3)) -> dict[st
     return {
         "layer_norm": [{"input": x, **affine}],
         "rms_norm": [{"input": x, **affine}],
-        **dict.fromkeys(("staged_row_norm", "staged_row_norm_reference", "row_norm_fwd"), staged),
-        "row_norm_bwd": [bwd, bwd | bwd_staged, bwd | bwd_gated, bwd | of_samples],
+        **dict.fromkeys(("staged_row_norm", "staged_row_norm_reference"), staged),
+        **dict.fromkeys(("spread_row_norm", "spread_row_norm_reference"), spread),
+        "row_norm_fwd": [call | whole for call in staged],
+        "row_norm_bwd": [each | whole for each in (bwd, bwd | bwd_staged, bwd | bwd_gated, bwd | of_samples)],
         **dict.fromkeys(("pointwise", "pointwise_reference", "pointwise_fwd"), pointwise),
         "pointwise_bwd": [
             {"dy": dy, **arguments, "output_mask": [True, arguments["b"] is not None]}
@@ -300,7 +304,7 @@ def _row_norm(input: Tensor, num_dims: int, weight: Any, bias: Any, eps: Any, we
     return y
 
 
-def _row_norm_fwd(**call: Any) -> tuple[Tensor, ...]:
+def _row_norm_fwd(passes: str, sums: Tensor | None, **call: Any) -> tuple[Tensor, ...]:
     y, h = torch.ops.kernel_fusion.staged_row_norm_reference(**call)
     bare = call | {"weight": None, "bias": None, "weight_offset": 0.0, "activation": "identity", "out_dtype": None}
     if call["gate"] is not None:
@@ -323,7 +327,7 @@ def _row_norm_fwd(**call: Any) -> tuple[Tensor, ...]:
     return y, torch.stack([rstd] if call["rms"] else [mean, rstd]), h
 
 
-def _row_norm_bwd(**call: Any) -> tuple[Any, ...]:
+def _row_norm_bwd(passes: str, sums: Tensor | None, **call: Any) -> tuple[Any, ...]:
     """The formula, from the given statistics, without dropout or intermediate rounding."""
     rounds = call["rounding"] == "hf" and call["input"].element_size() == 2
     if rounds or (call["seed"] is not None and call["dropout_p"] != 0.0):
@@ -433,6 +437,10 @@ _WITHOUT_DEFINITION += tuple(f"row_norm_{part}" for part in ("moments", "apply",
 _DEFINITIONS: dict[str, Callable[..., Any]] = {
     "layer_norm": lambda **call: _row_norm(**call, rms=False),
     "rms_norm": lambda **call: _row_norm(**call, rms=True),
+    **dict.fromkeys(
+        ("spread_row_norm", "spread_row_norm_reference"),
+        lambda groups, **call: torch.ops.kernel_fusion.staged_row_norm_reference(**call),
+    ),
     "row_norm_fwd": _row_norm_fwd,
     "row_norm_bwd": _row_norm_bwd,
     "pointwise_bwd": _pointwise_bwd,

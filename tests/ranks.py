@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,8 @@ def mesh(device: str, *shape: int) -> DeviceMesh:
 
 
 def _work(rank: int, world: int, device: str, store: Path, connection: Connection) -> None:
+    if device == "cuda":  # `torch._dynamo.reset` imports this there, and PyTorch's own warnings come with it
+        import_module("torch._inductor.cudagraph_trees")
     warnings.simplefilter("error")
     # PyTorch's remark where FSDP2 wraps what a parallel style of its own makes.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)

@@ -142,6 +142,15 @@ def _norms_with_codes(arch: int) -> Iterator[Kernel]:
             yield spec, planner.contiguous_access(spec)
 
 
+def _norms_in_passes(arch: int) -> Iterator[Kernel]:
+    """Both passes of rows that lie in pieces, in either direction; of the architectures one of each generation."""
+    if arch not in (80, 90, 120):
+        return
+    for cols, weight, stages in product(_STAGED_LENGTHS, ("bf16", "f32"), ({}, {"rms": True}, *_STAGES.values())):
+        for spec in planner.family(cols, "bf16", weight, **{"rms": False, **stages})[1:]:
+            yield from ((each, planner.contiguous_access(each)) for each in planner.in_passes(spec))
+
+
 _OTHERS = [name for name in GENERATIONS if name != "hopper"]
 
 
@@ -153,6 +162,8 @@ _OTHERS = [name for name in GENERATIONS if name != "hopper"]
         pytest.param(_staged_norms, 1, GENERATIONS, id="staged-some"),
         pytest.param(_norms_with_codes, 1, GENERATIONS, id="codes-some"),
         pytest.param(_norms_with_codes, 2, GENERATIONS, id="codes-pairs", marks=pytest.mark.slow),
+        pytest.param(_norms_in_passes, 1, GENERATIONS, id="passes-some"),
+        pytest.param(_norms_in_passes, 2, GENERATIONS, id="passes-pairs", marks=pytest.mark.slow),
         pytest.param(_staged_norms, None, ["hopper"], id="staged-hopper", marks=pytest.mark.slow),
         pytest.param(_staged_norms, 2, _OTHERS, id="staged-pairs", marks=pytest.mark.slow),
     ],

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from typing import Any
 
-import interpreter
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,29 +17,27 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import parallelize_module
 
 import kernel_fusion as kf
-from kernel_fusion.backends.triton.launch import launches
 from kernel_fusion.core.autocast import widens
 from kernel_fusion.distributed import FeatureParallel
 from kernel_fusion.errors import BackendUnavailableError
 from kernel_fusion.testing import unfused
+from kernel_fusion.testing.launches import launches
 from kernel_fusion.testing.oracle import RowNormCase, judge, tensors
 
-interpreter.speed_up()  # on the ranks, which import no conftest.py
-
 _ROWS, _COLS, _DRAWS = 6, 40, 8
-_BACKENDS = ["eager", "triton"]  # Triton's, on a CPU in its interpreter
-_KERNELS = {"row_norm_fwd": 2, "row_norm_bwd": 2, "sum_partials": 1}  # either direction before and after the sums join
+_KERNELS = 5  # of CUDA: either direction before and after the sums join, and the one that adds partial rows
 
 
 def _collectives(mode: CommDebugMode) -> dict[str, int]:
-    return {str(op): count for op, count in mode.get_comm_counts().items()}
+    """How often each collective ran, by its name, which two of PyTorch's libraries spell differently."""
+    return {str(op).split(".")[1].replace("_", ""): count for op, count in mode.get_comm_counts().items()}
 
 
 def _one_all_reduce(mode: CommDebugMode) -> None:
-    assert _collectives(mode) == {"c10d.allreduce_": 1}
+    assert _collectives(mode) == {"allreduce": 1}
 
 
-def _draw(device: str, verb: str, dtype: torch.dtype, rounding: str, backend: str) -> Draw:
+def _draw(device: str, verb: str, dtype: torch.dtype, rounding: str) -> Draw:
     added, rms = verb.startswith("add_"), verb.endswith("rms_norm")
     rows = [torch.randn(_ROWS, _COLS, device=device, dtype=dtype) for _ in range(1 + added)]
     parameters = [torch.randn(_COLS, device=device, dtype=dtype) for _ in range(2)]
@@ -50,7 +46,7 @@ def _draw(device: str, verb: str, dtype: torch.dtype, rounding: str, backend: st
     spreads = [spread(t, Shard(t.dim() - 1)) for t in plain]
     *x, weight, bias = spreads
     with CommDebugMode() as forward:
-        y = getattr(kf, verb)(*x, _COLS, weight, bias=bias, eps=1e-5, rounding=rounding, backend=backend)
+        y = getattr(kf, verb)(*x, _COLS, weight, bias=bias, eps=1e-5, rounding=rounding)
     _one_all_reduce(forward)
     ys = list(y) if added else [y]
     with CommDebugMode() as backward:
@@ -72,28 +68,26 @@ def _draw(device: str, verb: str, dtype: torch.dtype, rounding: str, backend: st
 
 
 def _check_verb(device: str, *call: Any) -> None:
-    kernels = Counter({name: count * _DRAWS for name, count in _KERNELS.items() if call[-1] == "triton"})
-    before = Counter(launches)
+    before = launches("cuda").get("cuda_launch", 0)
     assert_draws_as_accurate([_draw(device, *call) for _ in range(_DRAWS)])
-    assert Counter(launches) - before == kernels
+    assert launches("cuda").get("cuda_launch", 0) - before == (_KERNELS * _DRAWS if device == "cuda" else 0)
 
 
-@pytest.mark.parametrize("backend", _BACKENDS)
 @pytest.mark.parametrize("rounding", ["once", "hf"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"])
-def test_one_all_reduce_each_way(ranks: Ranks, name: str, dtype: torch.dtype, rounding: str, backend: str) -> None:
+def test_one_all_reduce_each_way(ranks: Ranks, name: str, dtype: torch.dtype, rounding: str) -> None:
     """Nothing but one all-reduce is sent in either direction, and the budget of the unsharded norm holds."""
-    ranks(_check_verb, name, dtype, rounding, backend)
+    ranks(_check_verb, name, dtype, rounding)
 
 
-def _check_float64_far_from_zero(device: str, mean: float, backend: str) -> None:
+def _check_float64_far_from_zero(device: str, mean: float) -> None:
     cols, world, rank = 96, dist.get_world_size(), dist.get_rank()
     x = torch.randn(_ROWS, cols, device=device, dtype=torch.float64) + mean
     weight, dy = torch.randn(cols, device=device, dtype=torch.float64), torch.randn_like(x)
     first, last = (cols * r * r // world**2 for r in (rank, rank + 1))  # unequal parts
     part, own = (t[..., first:last].contiguous().requires_grad_() for t in (x, weight))
-    y = kf.layer_norm(part, last - first, own, group=dist.group.WORLD, backend=backend)
+    y = kf.layer_norm(part, last - first, own, group=dist.group.WORLD)
     ours = [y.detach(), torch.autograd.grad(y, part, dy[:, first:last].contiguous())[0]]
     near_zero = (x - mean).requires_grad_()  # without any rounding
     theirs = torch.nn.functional.layer_norm(near_zero, (cols,), weight)
@@ -106,22 +100,20 @@ def _check_float64_far_from_zero(device: str, mean: float, backend: str) -> None
         assert judged.ok, judged
 
 
-@pytest.mark.parametrize("backend", _BACKENDS)
 @pytest.mark.parametrize("mean", [1e12, 1e8, 0.5])
-def test_float64_far_from_zero(ranks: Ranks, mean: float, backend: str) -> None:
+def test_float64_far_from_zero(ranks: Ranks, mean: float) -> None:
     """LayerNorm of float64 rows far from zero has the budget of the same rows near zero: no digit of x is lost."""
-    ranks(_check_float64_far_from_zero, mean, backend)
+    ranks(_check_float64_far_from_zero, mean)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", _BACKENDS)
 @pytest.mark.parametrize("name", ["layer_norm", "add_rms_norm"])
-def test_four_ranks(four_ranks: Ranks, name: str, backend: str) -> None:
+def test_four_ranks(four_ranks: Ranks, name: str) -> None:
     """The same with four parts of a row."""
-    four_ranks(_check_verb, name, torch.float32, "once", backend)
+    four_ranks(_check_verb, name, torch.float32, "once")
 
 
-def _check_group(device: str, cols: int, backend: str) -> None:
+def _check_group(device: str, cols: int) -> None:
     x, residual = torch.randn(2, _ROWS, cols, device=device)
     weight = torch.randn(cols, device=device)
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -131,12 +123,11 @@ def _check_group(device: str, cols: int, backend: str) -> None:
     x, residual, weight = (t[..., first:last].contiguous().requires_grad_() for t in (x, residual, weight))
     size = last - first
     with CommDebugMode() as collectives:
-        how = {"group": dist.group.WORLD, "backend": backend}
-        y, h = kf.add_layer_norm(x, residual, size, weight, weight, **stages, **how)
+        y, h = kf.add_layer_norm(x, residual, size, weight, weight, **stages, group=dist.group.WORLD)
     _one_all_reduce(collectives)
     torch.testing.assert_close(y, expected.output[..., first:last])
     torch.testing.assert_close(h, expected.residual[..., first:last])
-    plain = kf.rms_norm(x.detach(), size, **how)
+    plain = kf.rms_norm(x.detach(), size, group=dist.group.WORLD)
     torch.testing.assert_close(plain, kf.rms_norm(_whole_row(x.detach(), cols), cols)[..., first:last])
 
 
@@ -148,59 +139,107 @@ def _whole_row(part: Tensor, cols: int) -> Tensor:
     return row
 
 
-@pytest.mark.parametrize("backend", _BACKENDS)
 @pytest.mark.parametrize("cols", [40, 41, 1])
-def test_plain_tensors_and_a_group(ranks: Ranks, cols: int, backend: str) -> None:
+def test_plain_tensors_and_a_group(ranks: Ranks, cols: int) -> None:
     """`group=` norms plain tensors that are a rank's columns; ranks may have different numbers of them, or none."""
-    ranks(_check_group, cols, backend)
+    ranks(_check_group, cols)
 
 
-def _check_far_from_zero(device: str, backend: str) -> None:
+def _check_length(device: str, cols: int) -> None:
+    x, residual, dy, dh = torch.randn(4, 5, cols, device=device)
+    weight, bias = torch.randn(2, cols, device=device)
+    plain = [t.requires_grad_() for t in (x, residual, weight, bias)]
+
+    def made(tensors: list[Any], dys: list[Any]) -> list[Any]:
+        x, residual, weight, bias = tensors
+        results = kf.add_layer_norm(x, residual, cols, weight, bias, pre_activation="silu")
+        gated = kf.gated_rms_norm(x, residual, cols, weight)
+        return [*results, gated, *torch.autograd.grad([*results, gated], tensors, [*dys, dys[0]])]
+
+    spreads = [spread(t, Shard(t.dim() - 1)) for t in plain]
+    ours = made(spreads, [spread(t, Shard(1)) for t in (dy, dh)])
+    for one, other in zip(ours, made(plain, [dy, dh]), strict=True):
+        torch.testing.assert_close(whole(one), other, rtol=1e-4, atol=1e-4)
+
+
+# Grid rationale. Of the CUDA kernels: several rows in a warp, single elements, rows of a block, and of a cluster.
+@pytest.mark.parametrize("cols", [64, 510, 8192, 8198, 65536])
+def test_lengths(ranks: Ranks, cols: int) -> None:
+    """Parts of every length give the numbers of the whole rows, in both directions."""
+    ranks(_check_length, cols)
+
+
+def _check_traced(device: str) -> None:
+    """The operator of spread rows on tensors without memory, in any process group."""
+    x, residual, weight, gate = (
+        torch.randn(*shape, device="meta", dtype=torch.bfloat16, requires_grad=True)
+        for shape in ((2, 3, 32), (2, 3, 32), (32,), (32,))
+    )
+    plain = 1, weight, None, 1e-5, 0.0, torch.float32, True
+    with CommDebugMode() as forward:
+        spread_row_norm = torch.ops.kernel_fusion.spread_row_norm
+        y, h = spread_row_norm(x, residual, *plain, dist.group.WORLD.group_name, residual_gate=gate)
+    _one_all_reduce(forward)
+    assert [(t.dtype, *t.shape) for t in (y, h)] == [(torch.float32, 2, 3, 32), (torch.bfloat16, 2, 3, 32)]
+    leaves = [x, residual, weight, gate]
+    with CommDebugMode() as backward:
+        grads = torch.autograd.grad([y, h], leaves, [torch.empty_like(t) for t in (y, h)], create_graph=True)
+    _one_all_reduce(backward)
+    assert [(g.dtype, g.shape) for g in grads] == [(t.dtype, t.shape) for t in leaves]
+    with pytest.raises(RuntimeError, match="gradients of gradients"):
+        grads[0].sum().backward()
+    y, _ = spread_row_norm(x.detach(), None, *plain, dist.group.WORLD.group_name)
+    with CommDebugMode() as nothing:  # the gradient of the weight alone reads no row as a whole
+        torch.autograd.grad(y.sum(), weight)
+    assert _collectives(nothing) == {}
+
+
+def test_traced(ranks: Ranks) -> None:
+    """On a GPU one operator has all of the norm; without one, tracing it shows its shapes and what it sends."""
+    ranks(_check_traced)
+
+
+def _check_far_from_zero(device: str) -> None:
     x = 1e4 + torch.randn(64, 256, device=device)
-    y = whole(kf.layer_norm(spread(x, Shard(1)), 256, backend=backend))
+    y = whole(kf.layer_norm(spread(x, Shard(1)), 256))
     exact = torch.nn.functional.layer_norm(x.double(), (256,))
     theirs = torch.nn.functional.layer_norm(x, (256,))
     assert (y - exact).abs().max() <= 2 * ((theirs - exact).abs().max() + torch.finfo(x.dtype).eps)
     mean, scale = torch.tensor([0.0, 1e3], device=device), torch.tensor([1e-3, 1e3], device=device)
     parts = (mean[:, None] + scale[:, None] * torch.randn(2, 128, device=device)).flatten()[None]
-    y = whole(kf.layer_norm(spread(parts, Shard(1)), 256, backend=backend))
+    y = whole(kf.layer_norm(spread(parts, Shard(1)), 256))
     torch.testing.assert_close(y, torch.nn.functional.layer_norm(parts, (256,)))
 
 
-@pytest.mark.parametrize("backend", _BACKENDS)
-def test_statistics_are_merged_stably(ranks: Ranks, backend: str) -> None:
+def test_statistics_are_merged_stably(ranks: Ranks) -> None:
     """Rows far from zero, and parts that differ by six orders of magnitude, lose no digits."""
-    ranks(_check_far_from_zero, backend)
+    ranks(_check_far_from_zero)
 
 
-def _check_batch(device: str, backend: str) -> None:
+def _check_batch(device: str) -> None:
     x, dy = torch.randn(2, 33, 256, device=device)
     for verb in (kf.layer_norm, kf.rms_norm):
         results = []
         for rows in (33, 7, 1):
             part = spread(x[:rows].requires_grad_(), Shard(1))
-            y = verb(part, 256, backend=backend)
+            y = verb(part, 256)
             results.append((y.to_local(), torch.autograd.grad(y, part, spread(dy[:rows], Shard(1)))[0].to_local()))
         for several in results[1:]:
             for one, of_all in zip(several, results[0], strict=True):
                 assert torch.equal(one, of_all[: len(one)])
 
 
-@pytest.mark.parametrize("backend", _BACKENDS)
-def test_a_row_does_not_depend_on_the_others(ranks: Ranks, backend: str, request: pytest.FixtureRequest) -> None:
+def test_a_row_does_not_depend_on_the_others(ranks: Ranks) -> None:
     """The bits of y and dx of a row are the same in calls of other numbers of rows."""
-    if (ranks.device, backend) == ("cuda", "eager"):
-        reason = "the sums of a rank's columns are PyTorch's, whose order on a GPU depends on the number of rows"
-        request.applymarker(pytest.mark.xfail(torch.cuda.device_count() != 2, reason=reason, strict=True))
-    ranks(_check_batch, backend)
+    ranks(_check_batch)
 
 
-def _check_gated(device: str, backend: str) -> None:
+def _check_gated(device: str) -> None:
     x, gate, weight, dy = (torch.randn(*shape, device=device) for shape in ((4, 32), (4, 32), (32,), (4, 32)))
     for first in (False, True):
         plain = [t.clone().requires_grad_() for t in (x, gate, weight)]
         spreads = [spread(t, Shard(t.dim() - 1)) for t in plain]
-        y = kf.gated_rms_norm(spreads[0], spreads[1], 32, spreads[2], gate_first=first, backend=backend)
+        y = kf.gated_rms_norm(spreads[0], spreads[1], 32, spreads[2], gate_first=first)
         expected = kf.gated_rms_norm(*plain[:2], 32, plain[2], gate_first=first)
         grads = torch.autograd.grad(y, spreads, spread(dy, Shard(1)))
         for one, other in zip(grads, torch.autograd.grad(expected, plain, dy), strict=True):
@@ -212,40 +251,36 @@ def _check_gated(device: str, backend: str) -> None:
     torch.testing.assert_close(whole(y), kf.gated_rms_norm(x, gate, 32, group_size=4))
 
 
-@pytest.mark.parametrize("backend", _BACKENDS)
-def test_gates(ranks: Ranks, backend: str) -> None:
+def test_gates(ranks: Ranks) -> None:
     """A gate is spread as the row is; of groups of columns that are on one rank nothing is sent."""
-    ranks(_check_gated, backend)
+    ranks(_check_gated)
 
 
-def _check_modulated(device: str, backend: str) -> None:
+def _check_modulated(device: str) -> None:
     shapes = (2, 3, 32), (2, 1, 32), (2, 1, 32), (2, 3, 32), (2, 1, 32)
     plain = [torch.randn(*shape, device=device).requires_grad_() for shape in shapes]
     spreads = [spread(t, Shard(2)) for t in plain]
     dy, dh = torch.randn(2, 2, 3, 32, device=device)
-    y = kf.modulated_layer_norm(spreads[0], 32, *spreads[1:3], backend=backend)
+    y = kf.modulated_layer_norm(spreads[0], 32, *spreads[1:3])
     grads = torch.autograd.grad(y, spreads[:3], spread(dy, Shard(2)))
     expected = kf.modulated_layer_norm(plain[0], 32, *plain[1:3])
     for one, other in zip((y, *grads), (expected, *torch.autograd.grad(expected, plain[:3], dy)), strict=True):
         torch.testing.assert_close(whole(one), other)
 
-    def added(tensors: list[Tensor], backend: str | None) -> Any:
+    def added(tensors: list[Tensor]) -> Any:
         x, scale, shift, residual, gate = tensors
-        return kf.add_modulated_rms_norm(
-            x, residual, 32, scale, shift, gate=gate, pre_activation="gelu", backend=backend
-        )
+        return kf.add_modulated_rms_norm(x, residual, 32, scale, shift, gate=gate, pre_activation="gelu")
 
-    results, expected = added(spreads, backend), added(plain, None)
+    results, expected = added(spreads), added(plain)
     grads = torch.autograd.grad(results, spreads, [spread(dy, Shard(2)), spread(dh, Shard(2))])
     theirs = torch.autograd.grad(expected, plain, [dy, dh])
     for one, other in zip((*results, *grads), (*expected, *theirs), strict=True):
         torch.testing.assert_close(whole(one), other)
 
 
-@pytest.mark.parametrize("backend", _BACKENDS)
-def test_modulation(ranks: Ranks, backend: str) -> None:
+def test_modulation(ranks: Ranks) -> None:
     """Scale, shift and the gate of the residual, of each example, are spread as its rows are."""
-    ranks(_check_modulated, backend)
+    ranks(_check_modulated)
 
 
 def _check_weights(device: str) -> None:
@@ -278,7 +313,7 @@ def _check_rows_and_columns(device: str) -> None:
     with CommDebugMode() as collectives:
         ours = kf.layer_norm(spreads[0], 32, spreads[1])
         grads = torch.autograd.grad(ours, spreads, spread(dy, Shard(0), Shard(1), of=of))
-    assert _collectives(collectives) == {"c10d.allreduce_": 2}
+    assert _collectives(collectives) == {"allreduce": 2}
     assert grads[1].placements == (Partial(), Shard(0))
     for one, other in zip((ours, *grads), (y, *expected), strict=True):
         torch.testing.assert_close(whole(one), other)
@@ -365,21 +400,21 @@ def test_autocast(ranks: Ranks) -> None:
 
 def _check_refusals(device: str) -> None:
     x = spread(torch.randn(4, 32, device=device), Shard(1)).requires_grad_()
-    with pytest.raises(
-        BackendUnavailableError, match=f"backend '{device}' was requested, but it has no kernels for rows"
-    ):
-        kf.layer_norm(x, 32, backend=device)
+    other = "triton" if device == "cuda" else "cpu"
+    with pytest.raises(BackendUnavailableError, match=f"'{other}' was requested, but it has no kernels for rows"):
+        kf.layer_norm(x, 32, backend=other)
     with pytest.raises(TypeError, match="`rms_norm`: `group` goes with tensors that are a rank's columns"):
         kf.rms_norm(x, 32, group=dist.group.WORLD)
-    chosen = "triton" if device == "cuda" else "eager"
+    chosen = "cuda" if device == "cuda" else "eager"
     with pytest.raises(RuntimeError, match="weight"):
         kf.rms_norm(x.to_local(), x.to_local().shape[1], torch.ones(1, device=device), group=dist.group.WORLD)
     assert kf.explain(kf.layer_norm, x, 32).backend == chosen
     assert kf.explain(kf.layer_norm, x.to_local(), 16, group=dist.group.WORLD).backend == chosen
-    asked = kf.explain(kf.layer_norm, x, 32, backend="triton").plan
-    assert asked[-1] == "each of them sums; a kernel that applies the sums over all ranks follows"
+    directions = [line.partition(":")[0] for line in kf.explain(kf.layer_norm, x, 32).plan]
+    passes = [f"{direction}, {which} pass" for direction in ("forward", "backward") for which in ("first", "second")]
+    assert directions == (passes if device == "cuda" else [])
     (dx,) = torch.autograd.grad(kf.rms_norm(x, 32).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match=r"once_differentiable|gradients of gradients"):
         dx.sum().backward()
     empty = kf.layer_norm(spread(torch.randn(0, 32, device=device), Shard(1)), 32)
     assert empty.shape == (0, 32)

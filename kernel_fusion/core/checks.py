@@ -28,7 +28,7 @@ CONDITIONS = {
 
 # The reason that a backend lacks a function or an option.
 WITHOUT_KERNELS = {
-    "group": dict.fromkeys(("cuda", "cpu"), "it has no kernels for rows that are spread over ranks"),
+    "group": dict.fromkeys(("triton", "cpu"), "it has no kernels for rows that are spread over ranks"),
 }
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 from kernel_fusion.core import fields, stages
 from kernel_fusion.core.fields import Names
 from kernel_fusion.core.other_specs import SoftmaxBwdSpec, SoftmaxSpec
+from kernel_fusion.core.spec import PASSES
 
 # What an argument is for the rows of the result:
 #   rows     a tensor with the dimensions of the result, or one that broadcasts to them
@@ -154,6 +155,9 @@ _CHAIN = (
     Argument("Tensor?", "seed", "place"),
 )
 _MAP = _options("bool keepdim, str kind, ScalarType? dtype", kind=("sum_squared", "mean_abs"))
+# In a "first" pass (core/spec.py) the first result is the sums of a piece of each row, beside h or dweight and dbias. A
+# "second" one takes `sums` of all pieces; it makes no h, dweight or dbias.
+_PASSES = (*_options("str passes='both'", passes=PASSES), Argument("Tensor?", "sums", "vector", "None"))
 _CODES = (*_options("ScalarType dtype"), Argument("Tensor?", "scale", "vector"), *_options("int block"))
 
 _VERBS = (
@@ -193,7 +197,7 @@ _PARTS = (
     # PyTorch's cached graphs call these by position, so new arguments are appended.
     Operator(
         "row_norm_fwd",
-        (*_rows("input"), *_AFFINE, Argument("Tensor?", "residual", "rows", "None"), *_STAGES),
+        (*_rows("input"), *_AFFINE, Argument("Tensor?", "residual", "rows", "None"), *_STAGES, *_PASSES),
         ("y", "stats", "h"),
     ),
     Operator(
@@ -208,6 +212,7 @@ _PARTS = (
             Argument("Tensor?", "bias", "vector", "None"),
             *_options("bool has_residual=False"),
             *_STAGES,
+            *_PASSES,
         ),
         ("dx", "dweight", "dbias", "dresidual", "dgate"),
     ),
@@ -242,7 +247,18 @@ _QUANTIZED = (
         ("values", "scale", "output"),
     ),
 )
-VERBS, PARTS, QUANTIZED = ({each.name: each for each in group} for group in (_VERBS, _PARTS, _QUANTIZED))
-OPERATORS = VERBS | PARTS | QUANTIZED
+# `staged_row_norm` of rows that are spread over the ranks of process groups; `groups` has their names, with spaces
+# between.
+_SPREAD = (
+    Operator(
+        "spread_row_norm",
+        (*_rows("input", "residual?"), *_AFFINE, *_options("str groups"), *_STAGES),
+        ("output", "residual"),
+    ),
+)
+VERBS, PARTS, QUANTIZED, SPREAD = (
+    {each.name: each for each in group} for group in (_VERBS, _PARTS, _QUANTIZED, _SPREAD)
+)
+OPERATORS = VERBS | PARTS | QUANTIZED | SPREAD
 # The names that an argument may have, in every operator that has such an argument.
 NAMES = {a.name: a.choices for each in OPERATORS.values() for a in each.arguments if a.choices}

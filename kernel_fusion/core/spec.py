@@ -36,6 +36,10 @@ Direction = Annotated[_Direction, Names("Direction", get_args(_Direction))]
 # to the promoted dtype of both.
 ROUNDINGS = ("once", "hf")
 Rounding = Annotated[str, Names("Rounding", ROUNDINGS)]
+# The passes over a row that a kernel makes. A row may lie in pieces, each on another rank. Then "first" reduces a piece
+# and leaves its sums, and "second" applies the sums of all pieces; in between the caller adds them up.
+PASSES = ("both", "first", "second")
+Passes = Annotated[str, Names("Passes", PASSES)]
 Dropout = Annotated[bool, bool, "dropout"]
 # A row: a tensor of the input's shape. The names of a row's options begin with its own name.
 Row = Annotated[str, _DTYPES, "row"]
@@ -162,6 +166,7 @@ class RowNormSpec(Stages, ByX):
         dgate: whether the gradient of the residual's gate is wanted. It needs dresidual, which a pass for sums reads.
         one_row: whether a group is one row, so that its sums are the gradients.
         codes: the codes that inference writes instead of y, or None.
+        passes: the passes that the kernel makes.
     """
 
     direction: Direction
@@ -179,6 +184,7 @@ class RowNormSpec(Stages, ByX):
     dgate: bool = False
     one_row: bool = False
     codes: Codes = NO_CODES
+    passes: Passes = "both"
 
     @property
     def has_stages(self) -> bool:
@@ -221,7 +227,7 @@ class RowNormSpec(Stages, ByX):
         text = f"{norm}.{self.direction}[N={self.cols}, x={self.x}, y={self.y}, weight,bias={parameters}"
         defaults = {field.name: field.default for field in fields(self)}
         stages = (field.name for field in fields(Stages))
-        for name in ("residual", *stages, "dh", "dresidual", "dgate", "one_row", "codes"):
+        for name in ("residual", *stages, "dh", "dresidual", "dgate", "one_row", "codes", "passes"):
             value = getattr(self, name)
             if value != defaults[name]:
                 text += f", {name}" if value is True else f", {name}={value}"

@@ -8,8 +8,9 @@ are as a rule exact, in whatever order a collective adds them. LayerNorm of floa
 first all-reduce finds a number near the mean of each row, and everything else is done with what is left when that is
 subtracted; a second one adds up the moments of that.
 
-On a GPU the local arithmetic is that of the Triton kernels, two in each direction. Elsewhere, and without Triton, it is
-PyTorch operations in the compute type, except the sum of squares.
+On an NVIDIA GPU the operator `spread_row_norm` serves the call: one kernel before and one after the all-reduce, in each
+direction, with all stages in them. Elsewhere the local arithmetic is PyTorch operations in the compute type, except the
+sum of squares.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 from kernel_fusion.backends import eager
-from kernel_fusion.backends.availability import is_dtensor, refusal, why_not_triton
+from kernel_fusion.backends.availability import constant, is_dtensor, why_not_cuda
 from kernel_fusion.core import checks
 from kernel_fusion.core.autocast import norm_dtype
 from kernel_fusion.core.spec import Stages, cast, compute_dtype, summed
-from kernel_fusion.core.stages import NormCall, compiled_in, norm_call, rows_in
+from kernel_fusion.core.stages import FIRST, Given, NormCall, compiled_in, norm_call, rows_in
 from kernel_fusion.errors import BackendUnavailableError
 
 Groups = tuple[dist.ProcessGroup, ...]
@@ -87,26 +89,42 @@ def _row_norm(rms: bool, staged: Callable[..., tuple[Tensor, Tensor]], input: Te
 
 
 def _staged_row_norm(backend: str | None, groups: Groups, *args: Any) -> tuple[Tensor, Tensor]:
-    """The results of the operator `staged_row_norm`, by the Triton kernels or by the definition."""
-    c = norm_call(*args)
+    """The results of the operator `staged_row_norm`, by the CUDA kernels or by the definition."""
+    input, rms = args[0], args[FIRST - 1]
+    if backend == "eager" or not input.is_cuda or not _has_kernels(input.device):
+        return _definition(groups, norm_call(*args))
+    names = " ".join(group.group_name for group in groups)
+    if input.dtype == torch.float64 and not rms:
+        return _less_a_shift(groups, names, _checked(norm_call(*args)))
+    spread: Callable[..., tuple[Tensor, Tensor]] = torch.ops.kernel_fusion.spread_row_norm
+    return spread(*args[:FIRST], names, *args[FIRST:])
+
+
+@constant
+def _has_kernels(device: torch.device) -> bool:
+    return why_not_cuda(device) is None
+
+
+def by_definition(*args: Any) -> tuple[Tensor, Tensor]:
+    """Return what the operator `spread_row_norm` does, by PyTorch's operations; it has the same arguments."""
+    groups = tuple(map(_resolve_process_group, args[FIRST].split()))
+    return _definition(groups, norm_call(*args[:FIRST], *args[FIRST + 1 :]))
+
+
+def _checked(c: NormCall) -> NormCall:
+    """The call with the dtype of its result, after checks that raise before other ranks wait for this one."""
     input, affine = c.input, (c.weight, c.bias)
-    shape = checks.parameter_shape(input, c.num_dims, c.stages.grouped, *affine)
+    shape = checks.parameter_shape(input, c.num_dims, c.stages.grouped, *c.vectors)
     if not checks.shaped(shape, *affine):
-        # This raises, before other ranks wait for this one.
         eager.pytorch_row_norm(input, shape, *affine, c.eps, c.weight_offset, None, c.rms)
-    c = c._replace(out_dtype=c.out_dtype or norm_dtype(input, c.rms))
-    tensors = [t for t in (input, c.residual, *affine) if t is not None]
-    on_gpu = input.device.type in ("cuda", "xpu") and why_not_triton(input.device) is None
-    if backend == "triton" or (backend is None and on_gpu and not any(map(refusal, tensors))):
-        from kernel_fusion.backends.triton import row_norm_parts
-
-        return row_norm_parts.staged_row_norm(partial(_all_reduce, groups), *c.arguments)
-    return _definition(groups, c)
-
-
-def _definition(groups: Groups, c: NormCall) -> tuple[Tensor, Tensor]:
-    """The definition in backends/eager/row_norm.py, in which the norm is one over all ranks."""
+    if not checks.shaped(shape, c.stages.residual_gate):
+        raise RuntimeError(f"kernel_fusion: the gate of a residual must have the shape {shape} of weight and bias")
     checks.staged_row_norm(c)
+    return c._replace(out_dtype=c.out_dtype or norm_dtype(input, c.rms))
+
+
+def _before_norm(c: NormCall) -> tuple[Tensor, Tensor, Stages]:
+    """What is normalised, the second result (both as backends/eager/row_norm.py defines them), and the stages."""
     input, residual = c.input, c.residual
     wide, around = compute_dtype(input.dtype), Stages(**compiled_in(c.stages._asdict()))
     s = rows_in(wide, c.stages)
@@ -115,6 +133,31 @@ def _definition(groups: Groups, c: NormCall) -> tuple[Tensor, Tensor]:
         h = eager.before_norm(input.to(wide), s, lambda u: eager.dropout(u.contiguous(), s.dropout_p, s.seed))
     if residual is not None:
         h = summed = (h + residual.to(wide)).to(residual.dtype)
+    return h, summed, around
+
+
+def _less_a_shift(groups: Groups, names: str, c: NormCall) -> tuple[Tensor, Tensor]:
+    """LayerNorm of float64 by the CUDA kernels, which get each row less a number near its mean."""
+    h, summed, _ = _before_norm(c)
+    sums, *_ = torch.ops.kernel_fusion.row_norm_fwd(
+        h.detach(), c.num_dims, None, None, 0.0, 0.0, None, False, passes="first"
+    )
+    _all_reduce(groups, sums)
+    rows = h.shape[: h.dim() - c.num_dims]
+    shift = (sums[2::2] / sums[0]).view(*rows, *(1,) * c.num_dims)
+    s = c.stages
+    gate = {} if s.gate_first else {"gate": s.gate, "gate_activation": s.gate_activation}
+    after = Given(activation=s.activation, rounding=s.rounding, grouped=s.grouped, **gate)
+    c = c._replace(input=h - shift, residual=None, stages=after)
+    return torch.ops.kernel_fusion.spread_row_norm(*c[:FIRST], names, *after)[0], summed
+
+
+def _definition(groups: Groups, c: NormCall) -> tuple[Tensor, Tensor]:
+    """The definition in backends/eager/row_norm.py, in which the norm is one over all ranks."""
+    c = _checked(c)
+    h, summed, around = _before_norm(c)
+    input, residual, wide = c.input, c.residual, compute_dtype(c.input.dtype)
+    s = rows_in(wide, c.stages)
     result = c.out_dtype or input.dtype
     rounds_to = (input if residual is None else residual).dtype if s.rounding == "hf" else None
     norm = _Norm(c.num_dims, c.eps, c.weight_offset, c.rms, wide if around.follows else result, rounds_to)

@@ -91,9 +91,7 @@ def explain(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
             reasons[candidate] = reason
     if chosen is None:
         raise BackendUnavailableError(f"`{name}`: backend {wanted!r} was requested, but {reasons[wanted or 'eager']}")
-    lines = _plan_lines(chosen, name, _of_part(arguments) if spread else arguments)
-    if spread and lines:
-        lines = *lines, "each of them sums; a kernel that applies the sums over all ranks follows"
+    lines = _plan_lines(chosen, name, _of_part(arguments) | {"spread": True} if spread else arguments)
     return Explanation(chosen, reasons, lines)
 
 

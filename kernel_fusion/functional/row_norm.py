@@ -86,7 +86,7 @@ def layer_norm(
         TypeError: an argument of another type than PyTorch's call takes.
         RuntimeError: shapes, devices or dtypes that don't fit, in PyTorch's words where it has some.
         ValueError: `weight_offset` without `weight`, an unknown activation, `rounding` or `backend`.
-        BackendUnavailableError: `backend` was given and cannot serve this call; "cuda" and "cpu" serve no `group`.
+        BackendUnavailableError: `backend` was given and cannot serve this call; "triton" and "cpu" serve no `group`.
 
     Source: Ba, Kiros, Hinton: Layer Normalization, arXiv:1607.06450; `torch.nn.functional.layer_norm`.
 

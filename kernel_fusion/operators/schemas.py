@@ -17,13 +17,22 @@ from kernel_fusion.core import arguments, signatures
 VERBS = {name: each.schema for name, each in signatures.VERBS.items()}
 PARTS = {name: each.schema for name, each in signatures.PARTS.items()}
 QUANTIZED = {name: each.schema for name, each in signatures.QUANTIZED.items()}
-ALL = VERBS | PARTS | QUANTIZED
+SPREAD = {name: each.schema for name, each in signatures.SPREAD.items()}
+ALL = VERBS | PARTS | QUANTIZED | SPREAD
 # The definitions of verbs, which are operators too, for C++ to call and tracers to decompose. The plain norms are
 # forms of the staged one.
 _DEFINITIONS: dict[str, Callable[..., Any]] = {
     name: getattr(eager, name) for name in VERBS if name not in ("layer_norm", "rms_norm")
 }
 
+
+def _spread_row_norm(*args: Any) -> Any:
+    from kernel_fusion.distributed import hidden  # imports torch.distributed
+
+    return hidden.by_definition(*args)
+
+
+_DEFINITIONS["spread_row_norm"] = _spread_row_norm
 library = torch.library.Library("kernel_fusion", "DEF")
 
 
@@ -36,7 +45,7 @@ for _name, _schema in ALL.items():
     library.define(_name + _schema, tags=torch.Tag.pt2_compliant_tag)
 for _name, _definition in _DEFINITIONS.items():
     _reference = f"{_name}_reference"
-    library.define(_reference + VERBS[_name], tags=torch.Tag.pt2_compliant_tag)
+    library.define(_reference + ALL[_name], tags=torch.Tag.pt2_compliant_tag)
     library.impl(_reference, arguments.checked(overload(_reference), _definition), "CompositeImplicitAutograd")
 
 

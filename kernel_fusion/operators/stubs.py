@@ -34,7 +34,8 @@ def _verb_stub(name: str) -> Callable[..., Any]:
         given = schemas.bind(operator, args, kwargs)
         if is_native and (was_loaded or not is_strided):  # the extension has no kernel for such tensors
             return arguments.checked(operator, partial(schemas.reference_call, name))(*given)
-        return arguments.checked(operator, partial(fallback.serve, name))(*given)
+        serve = schemas.reference_call if name in schemas.SPREAD else fallback.serve
+        return arguments.checked(operator, partial(serve, name))(*given)
 
     return stub
 
@@ -106,7 +107,7 @@ def _kind(t: Tensor) -> str:
     return f"{'nested ' if t.is_nested else ''}{t.layout} on {t.device}".removeprefix("torch.")
 
 
-for _name in schemas.VERBS:
+for _name in schemas.VERBS | schemas.SPREAD:
     for _key in ("Autograd", "CompositeExplicitAutograd"):
         schemas.library.impl(_name, _verb_stub(_name), _key)
 for _name in schemas.QUANTIZED:

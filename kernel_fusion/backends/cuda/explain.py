@@ -48,8 +48,10 @@ def plan_lines(verb: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
         # The two terms of a sum without further steps and of one dtype share their gradient.
         spec = replace(spec, dresidual=spec.dresidual and (spec.changes_x or spec.residual != spec.x))
         users = users_table(device, spec.direction)
-        plan, facts = planned(spec, planner.contiguous_access(spec), device, users)
-        lines.append(f"{spec.direction}: {plan}; by {_origin(facts)}")
+        for each in planner.in_passes(spec) if arguments.get("spread") else [spec]:
+            plan, facts = planned(each, planner.contiguous_access(each), device, users)
+            which = spec.direction if each.passes == "both" else f"{spec.direction}, {each.passes} pass"
+            lines.append(f"{which}: {plan}; by {_origin(facts)}")
     return tuple(lines)
 
 

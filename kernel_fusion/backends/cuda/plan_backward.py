@@ -68,7 +68,7 @@ def _streamed(facts: Facts) -> Plan | None:
     spec, access, tree = facts.spec, facts.access, facts.tree
     short = spec.cols < _MIN_STREAMED_COLS or facts.row_bytes <= _SHORT_ROW_BYTES or tree.lanes < 32
     too_long = tree.elements > facts.tuned("streamed_elements", 24)
-    if not facts.device.has_clusters or spec.acc != "f32" or short or too_long or spec.one_row:
+    if not facts.device.has_clusters or spec.acc != "f32" or short or too_long or spec.one_row or spec.passes != "both":
         return None
     # Vectors that are loaded in pieces take more registers, and so do most stages.
     widest = tree.vec * max(facts.itemsize, ITEMSIZE[spec.y])

@@ -36,12 +36,14 @@ def plan_forward(facts: Facts) -> Plan:
 
 def _candidates(facts: Facts) -> Iterator[Plan | None]:
     spec = facts.spec
+    in_16_bytes = (spec.weight, spec.bias, spec.residual, spec.beside, spec.residual_gate, spec.y)
+    if spec.passes != "both":
+        yield _direct(facts.of(_tree(facts).narrowed(spec.cols, in_16_bytes)))
     yield _tiled(facts)
     few = _few_warps(facts)
     if few is not None:
         yield _streamed(facts.of(few))
     tree = _tree(facts)
-    in_16_bytes = (spec.weight, spec.bias, spec.residual, spec.beside, spec.residual_gate, spec.y)
     if facts.of(tree).tuned("twice", False):
         yield _read_twice(facts, _one_block(facts, tree).narrowed(spec.cols, in_16_bytes))
     wide_beside = spec.beside is not None and ITEMSIZE[spec.beside] > facts.itemsize

@@ -20,6 +20,7 @@ from kernel_fusion.backends.cuda.plan import Plan
 from kernel_fusion.backends.cuda.row_norm_plan import plan_row_norm
 from kernel_fusion.backends.cuda.row_norm_source import row_norm_source
 from kernel_fusion.backends.cuda.source import Launch, Source
+from kernel_fusion.core.activations import IDENTITY
 from kernel_fusion.core.fields import kinds, numbers, read
 from kernel_fusion.core.other_specs import (
     PointwiseAccess,
@@ -193,6 +194,23 @@ def family(
     added, beside = specs[-1].residual is not None, specs[-1].beside is not None
     gated = specs[-1].residual_gate is not None
     return [*specs[:-1], replace(specs[-1], dh=added, dresidual=added or beside, dgate=gated)]
+
+
+def in_passes(spec: RowNormSpec) -> list[RowNormSpec]:
+    """The specs of the two passes of a norm whose rows lie in pieces."""
+    if spec.direction == "backward":
+        of_sums = replace(spec, grads=(False, *spec.grads[1:]), dh=False, dresidual=False, dgate=False)
+        rest = replace(spec, grads=(spec.grads[0], False, False))
+        return [replace(of_sums, passes="first"), replace(rest, passes="second")]
+    before: dict[str, Any] = {"direction": "inference", "y": spec.x, "weight": None, "bias": None, "offset": False}
+    before |= {"activation": IDENTITY, "rounding": "once", "grouped": spec.grouped and spec.residual_gate is not None}
+    if not spec.gate_first:
+        before |= {"gate": None, "gate_activation": IDENTITY}
+    after: dict[str, Any] = {}
+    if spec.residual is not None:
+        after = {"x": spec.residual, "residual": None, "pre_activation": IDENTITY, "dropout": False}
+        after["residual_gate"] = None
+    return [replace(spec, passes="first", **before), replace(spec, passes="second", **after)]
 
 
 def weight_pass(spec: RowNormSpec) -> RowNormSpec:

@@ -19,6 +19,7 @@ def row_norm_source(spec: RowNormSpec, access: Access, plan: Plan) -> Source:
     backward = spec.direction.startswith("backward")
     known: dict[str, int | str] = {
         **constants(spec, "rms", "cols", "offset", *_OPTIONS),
+        **(constants(spec, "passes") if spec.passes != "both" else {}),
         **constants(plan, "vec", "lanes", "warps", "cluster"),
         **constants(plan.ring, "slots"),
         "kRows": plan.per_block,
@@ -40,7 +41,9 @@ def _name(spec: RowNormSpec) -> str:
     before.append("add" if spec.residual else IDENTITY)
     first, last = ([], rows) if spec.follows else (rows, [])
     words = [*before, *first, "rms_norm" if spec.rms else "layer_norm", spec.activation, *last]
-    return "_".join(["kf", *(word for word in words if word != IDENTITY), spec.direction, str(spec.cols), spec.x])
+    which = [] if spec.passes == "both" else [spec.passes, "pass"]
+    words = [word for word in words if word != IDENTITY]
+    return "_".join(["kf", *words, spec.direction, *which, str(spec.cols), spec.x])
 
 
 def _types(spec: RowNormSpec, backward: bool) -> dict[str, str | None]:

@@ -35,9 +35,11 @@ KF_VALUE(std::array<bool, 5>)
 template std::vector<int64_t> take(Stack& stack, size_t place);
 template void push(Stack& stack, const at::IntArrayRef& value);
 
+const c10::OperatorHandle& any_op(const char* full) {
+  return *new c10::OperatorHandle(c10::Dispatcher::singleton().findSchemaOrThrow(full, ""));  // kept for ever
+}
 const c10::OperatorHandle& find_op(std::string_view name, std::string_view suffix) {
-  const auto full = "kernel_fusion::" + std::string(name) + std::string(suffix);
-  return *new c10::OperatorHandle(c10::Dispatcher::singleton().findSchemaOrThrow(full.c_str(), ""));  // kept for ever
+  return any_op(("kernel_fusion::" + std::string(name) + std::string(suffix)).c_str());
 }
 bool has_kernel(const char* name, c10::DispatchKey key) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").hasKernelForDispatchKey(key);

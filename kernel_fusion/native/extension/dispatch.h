@@ -54,7 +54,8 @@ template <class... Each> struct Results<std::tuple<Each...>> {
 
 // ---- Calls ----------------------------------------------------------------------------------------------------------------
 
-// The operator kernel_fusion::`name``suffix`.
+// The operator of this full name, and kernel_fusion::`name``suffix`.
+const c10::OperatorHandle& any_op(const char* full);
 const c10::OperatorHandle& find_op(std::string_view name, std::string_view suffix = "");
 bool has_kernel(const char* name, c10::DispatchKey key);
 

@@ -2,6 +2,7 @@
 #include "node.h"
 
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -181,6 +182,13 @@ void set_history_of_norm(std::unique_ptr<SavingNode> node, TensorRefs inputs, co
   auto edges = edges_to({TensorRef(h), TensorRef(h), inputs[1], inputs[2]});
   edges[1].input_nr = 0;
   torch::autograd::set_history(y, new_node<ThroughNode>(std::move(edges)));
+}
+
+void refuse_derivatives(const variable_list& gradients, const std::string& what) {
+  for (const Tensor& each : gradients)
+    if (each.defined())
+      torch::autograd::set_history(
+          each, new_node<torch::autograd::Error>("kernel_fusion: there are no " + what, torch::autograd::edge_list()));
 }
 
 variable_list differentiate(const variable_list& results, const variable_list& inputs, const variable_list& cotangents) {

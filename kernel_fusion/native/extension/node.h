@@ -35,6 +35,9 @@ inline constexpr auto compute_requires_grad = [](const auto&... tensors) {
 
 inline OptionalTensor optional(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
 
+// Makes the derivatives of these gradients an error, which says that there is no `what`.
+void refuse_derivatives(const variable_list& gradients, const std::string& what);
+
 // The gradients of `results` with respect to `inputs`, as differentiable functions of everything.
 variable_list differentiate(const variable_list& results, const variable_list& inputs, const variable_list& cotangents);
 inline variable_list differentiate(const Tensor& y, const variable_list& inputs, const Tensor& dy) {

@@ -27,6 +27,13 @@ template <class Call> bool has_groups(const Call& c) {
   return find_groups<c10::SymInt>(sizes, shape, c.num_dims).has_value();
 }
 
+// How many sums of rows there are, with the number of columns.
+template <class Call> c10::SymInt num_sums(const Call& c) {
+  c10::SymInt rows = 1;
+  for (const auto& size : c.input.sym_sizes().slice(0, c.input.dim() - c.num_dims)) rows = rows * size;
+  return rows * (c.rms ? 1 : 2) + 1;
+}
+
 // Compares integers if there are no symbols, which is faster.
 bool same(c10::SymIntArrayRef a, c10::SymIntArrayRef b) {
   const auto x = c10::asIntArrayRefSlowOpt(a), y = c10::asIntArrayRefSlowOpt(b);
@@ -38,6 +45,17 @@ bool fits(const OptionalTensor& t, const Tensor& input, c10::SymIntArrayRef shap
   if (!present(t)) return true;
   return t->device() == input.device() && t->layout() == at::kStrided && mixes(input.scalar_type(), t->scalar_type()) &&
          same(t->sym_sizes(), shape);
+}
+
+// Whether the device has kernels for the passes, and the sums are those that the second one needs.
+template <class Call> bool has_passes(const Call& c) {
+  if (c.passes == Passes::kBoth) return !present(c.sums);
+  if (c.input.is_cpu() && !rehearsing()) return false;
+  if (c.passes == Passes::kFirst) return !present(c.sums);
+  if (!present(c.sums)) return false;
+  const Tensor& sums = *c.sums;
+  return sums.scalar_type() == at::kDouble && sums.dim() == 1 && sums.is_contiguous() && sums.device() == c.input.device() &&
+         alike(sums.sym_size(0), num_sums(c));
 }
 
 }  // namespace
@@ -64,7 +82,7 @@ GroupRows::GroupRows(const OptionalTensor& t, int64_t num_dims, bool grouped) {
 bool accepts(const ForwardCall& c) {
   const Tensor& input = c.input;
   return supported(input.scalar_type()) && input.layout() == at::kStrided && c.num_dims >= 1 && c.num_dims <= input.dim() &&
-         (!input.is_cuda() || cuda_enabled(input.device().index())) && has_groups(c) &&
+         has_passes(c) && (!input.is_cuda() || cuda_enabled(input.device().index())) && has_groups(c) &&
          fits(c.weight, input, parameter_shape(c)) && fits(c.bias, input, parameter_shape(c)) &&
          fits(c.residual_gate(), input, parameter_shape(c)) && (c.weight_offset == 0.0 || present(c.weight)) &&
          (!c.out_dtype || mixes(input.scalar_type(), *c.out_dtype)) && fits(c.other(), input, input.sym_sizes()) &&
@@ -90,6 +108,14 @@ Tensor empty_stats(const Backend& backend, const ForwardCall& c) {
   return empty(backend, shape, c.input, acc_dtype(c.input));
 }
 
+// The sums that a first pass leaves; without elements, which no kernel reads, they are zeros.
+template <class Call> Tensor empty_sums(const Backend& backend, const Call& c) {
+  const c10::SymInt shape[]{num_sums(c)};
+  Tensor sums = empty(backend, shape, c.input, at::kDouble);
+  if (backend.has_kernels && !c.input.numel()) sums.zero_();
+  return sums;
+}
+
 std::array<OptionalDtype, 5> gradient_dtypes(const BackwardCall& c) {
   const auto other = dtype_of(c.row()).value_or(c.input.scalar_type());
   return {c.x_dtype, dtype_of(c.weight), c.bias_dtype, other, dtype_of(c.residual_gate())};
@@ -103,7 +129,7 @@ bool consistent(const BackwardCall& c) {
   const bool needs_x = c.has_residual && (c.pre_activation != 0 || present(c.residual_gate())),
              has_x = present(c.x) || !needs_x;
   const OptionalTensor& residual = c.has_residual ? input : kAbsent;
-  return accepts({c, c, input, c.weight, c.bias, 0.0, dy_type, residual}) && same(c.dy.sym_sizes(), shape) &&
+  return accepts({c, c, input, c.weight, c.bias, 0.0, dy_type, residual, c.sums}) && same(c.dy.sym_sizes(), shape) &&
          c.dy.device() == input.device() && c.stats.device() == input.device() && c.stats.scalar_type() == acc_dtype(input) &&
          c.stats.dim() == 1 + input.dim() - c.num_dims && c.stats.sym_size(0) == (c.rms ? 1 : 2) &&
          same(c.stats.sym_sizes().slice(1), shape.slice(0, input.dim() - c.num_dims)) &&
@@ -123,20 +149,22 @@ static void check_device(const Backend& backend, const Tensor& input) {
 
 // Whether y has the input's memory format: as in PyTorch, only for RMSNorm. (LayerNorm gives a contiguous result.)
 static bool keeps_format(const ForwardCall& call) {
-  return call.rms && !call.has_stages() && call.input.dim() > 3 &&
+  return call.rms && call.passes == Passes::kBoth && !call.has_stages() && call.input.dim() > 3 &&
          call.input.suggest_memory_format() != at::MemoryFormat::Contiguous;
 }
 
 ForwardResult forward(const Backend& backend, const ForwardCall& call) {
   check_device(backend, call.input);
   const auto shape = call.input.sym_sizes();
-  Tensor y = empty(backend, shape, call.input, call.y_dtype()), stats, h;
-  if (call.wants_stats) stats = empty_stats(backend, call);
+  const bool first = call.passes == Passes::kFirst;
+  Tensor y = first ? empty_sums(backend, call) : empty(backend, shape, call.input, call.y_dtype()), stats, h;
+  if (call.wants_stats && !first) stats = empty_stats(backend, call);
   if (present(call.residual)) h = empty(backend, shape, call.input, call.residual->scalar_type());
-  if (backend.has_kernels && y.numel()) {
+  if (backend.has_kernels && call.input.numel()) {
     constexpr Kernels forward_kernels{forward_cpu, forward_cuda};
     call.tensors(check_all_memory);
-    forward_kernels(backend, call, y, stats, h);
+    if (call.passes == Passes::kBoth) forward_kernels(backend, call, y, stats, h);
+    else forward_cuda(call, y, stats, h);
   }
   // Rows of channels-last tensors are copied, and the result is copied back; other results are contiguous, as PyTorch's are.
   if (keeps_format(call)) y = y.contiguous(call.input.suggest_memory_format());
@@ -156,10 +184,12 @@ RowNormGradients backward(const Backend& backend, const BackwardCall& call) {
                 "kernel_fusion::row_norm_bwd: a gradient was asked for a parameter that is not there");
     *to.all()[i] = empty(backend, shapes[i], call.input, *dtypes[i]);
   }
+  if (call.passes == Passes::kFirst) to.dx = empty_sums(backend, call);
   if (backend.has_kernels && call.input.numel()) {
     constexpr Kernels backward_kernels{backward_cpu, backward_cuda};
     call.tensors(check_all_memory);
-    backward_kernels(backend, call, to);
+    if (call.passes == Passes::kBoth) backward_kernels(backend, call, to);
+    else backward_cuda(call, to);
   } else if (backend.has_kernels) {  // no rows: the sums over them are zero
     for (Tensor* sum : {&to.dweight, &to.dbias, &to.dgate})
       if (sum->defined()) sum->zero_();

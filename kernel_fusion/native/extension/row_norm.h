@@ -15,6 +15,8 @@
 
 namespace kf {
 
+inline constexpr std::string_view kPassesNames[] = {"both", "first", "second"};
+
 // A norm without its tensors:
 //     h = residual + residual_gate * dropout(pre_activation(x)),  y = activation(norm(h) * (weight_offset + weight) + bias)
 // h is rounded to the residual's dtype before it is normalised; without a residual it is not rounded. kHf rounds norm(h) to
@@ -26,6 +28,7 @@ struct Norm : StageOptions {
   int64_t num_dims;
   double weight_offset;
   bool rms;
+  Passes passes = Passes::kBoth;
 
   bool is_hf() const { return rounding == Rounding::kHf; }
 };
@@ -39,6 +42,7 @@ struct ForwardCall : Norm, StageTensors {
   double eps;
   OptionalDtype out_dtype;                   // none: the input's
   const OptionalTensor& residual = kAbsent;  // of the input's shape
+  const OptionalTensor& sums = kAbsent;      // of all pieces of the rows, for the second pass
   bool wants_stats = false;
 
   at::ScalarType y_dtype() const { return out_dtype.value_or(input.scalar_type()); }
@@ -59,7 +63,7 @@ struct ForwardCall : Norm, StageTensors {
     });
   }
   template <class F> auto tensors(F&& f) const {
-    return std::apply([&](const auto*... stages) { return f(input, weight, bias, residual, *stages...); }, all);
+    return std::apply([&](const auto*... stages) { return f(input, weight, bias, residual, sums, *stages...); }, all);
   }
 };
 
@@ -77,6 +81,7 @@ struct BackwardCall : Norm, StageTensors {
   const OptionalTensor& x;     // x itself, with both a residual and a pre-activation or a gate
   const OptionalTensor& bias;  // with an activation, whose argument is recomputed, a gate, or groups
   bool has_residual;
+  const OptionalTensor& sums = kAbsent;  // of all pieces of the rows, for the second pass
 
   // The row beside the input: a stage's, or x.
   const OptionalTensor& other() const { return present(row()) ? row() : x; }
@@ -86,11 +91,11 @@ struct BackwardCall : Norm, StageTensors {
   template <class F> auto arguments(F&& f) const {
     return with_stages(*this, *this, [&](const auto&... stages) {
       return f(dy, input, stats, num_dims, weight, bias_dtype, weight_offset, rms, wants, OptionalDtype(x_dtype), dh, x, bias,
-               has_residual, stages...);
+               has_residual, stages..., kPassesNames[static_cast<int>(passes)], sums);
     });
   }
   template <class F> auto tensors(F&& f) const {
-    return std::apply([&](const auto*... stages) { return f(dy, input, stats, weight, dh, x, bias, *stages...); }, all);
+    return std::apply([&](const auto*... stages) { return f(dy, input, stats, weight, dh, x, bias, sums, *stages...); }, all);
   }
 };
 
@@ -154,11 +159,19 @@ struct Stats {
 inline double resolve_eps(const Tensor&, double eps) { return eps; }
 double resolve_eps(const Tensor& input, std::optional<double> eps);
 
+inline Passes passes_of(std::string_view name) { return named<Passes>(kPassesNames, name, "passes"); }
+
 // The call of an operator. layer_norm and rms_norm have no stages.
 template <class Call> ForwardCall norm_of(const Call& c) {
   if constexpr (requires { c.rms; }) {
     const auto [options, tensors] = stages_of(c);
-    return {{options, c.num_dims, c.weight_offset, c.rms}, tensors, c.input, c.weight, c.bias, c.eps, c.out_dtype, c.residual};
+    Norm norm{options, c.num_dims, c.weight_offset, c.rms};
+    const auto* sums = &kAbsent;
+    if constexpr (requires { c.passes; }) {
+      norm.passes = passes_of(c.passes);
+      sums = &c.sums;
+    }
+    return {norm, tensors, c.input, c.weight, c.bias, c.eps, c.out_dtype, c.residual, *sums};
   } else {
     constexpr bool kRms = std::is_same_v<Call, RmsNormCall>;
     return {{{}, c.num_dims, c.weight_offset, kRms}, {}, c.input, c.weight, c.bias, resolve_eps(c.input, c.eps), c.out_dtype};
@@ -167,16 +180,16 @@ template <class Call> ForwardCall norm_of(const Call& c) {
 inline BackwardCall norm_of(const RowNormBwdCall& c) {
   const auto [options, tensors] = stages_of(c);
   const auto dx_dtype = c.x_dtype.value_or(c.input.scalar_type());
-  const Norm norm{options, c.num_dims, c.weight_offset, c.rms};
-  return {norm,          tensors,  c.dy, c.input, c.stats, c.weight,      c.bias_dtype,
-          c.output_mask, dx_dtype, c.dh, c.x,     c.bias,  c.has_residual};
+  const Norm norm{options, c.num_dims, c.weight_offset, c.rms, passes_of(c.passes)};
+  return {norm,          tensors,  c.dy, c.input, c.stats, c.weight,       c.bias_dtype,
+          c.output_mask, dx_dtype, c.dh, c.x,     c.bias,  c.has_residual, c.sums};
 }
 
 // ---- Results ---------------------------------------------------------------------------------------------------------------
 
-using ForwardResult = RowNormFwdCall::Result;  // y, stats, h
+using ForwardResult = RowNormFwdCall::Result;  // y, or in a first pass the sums; stats, h
 
-// Undefined where it is not wanted.
+// Undefined where it is not wanted. After a first pass dx is the sums.
 struct RowNormGradients {
   Tensor dx, dweight, dbias, dresidual, dgate;
   std::array<Tensor*, 5> all() { return {&dx, &dweight, &dbias, &dresidual, &dgate}; }
@@ -212,5 +225,13 @@ BackwardKernel backward_cpu, backward_cuda;
 // Allocate, then fill. Forward takes calls that `accepts` accepts; backward checks its own.
 ForwardResult forward(const Backend& backend, const ForwardCall& call);
 RowNormGradients backward(const Backend& backend, const BackwardCall& call);
+
+// The same by the operators row_norm_fwd and row_norm_bwd, unless a backend is given to call directly.
+ForwardResult forward_by(const Backend* backend, const ForwardCall& call);
+RowNormGradients backward_by(const Backend* backend, const BackwardCall& call);
+
+// The same for rows that are spread over the ranks of process groups (row_norm_spread.cpp).
+ForwardResult spread_forward(const Backend* backend, const ForwardCall& call, std::string_view groups);
+RowNormGradients spread_backward(const Backend* backend, const BackwardCall& call, std::string_view groups);
 
 }  // namespace kf

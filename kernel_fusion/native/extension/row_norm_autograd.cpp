@@ -12,23 +12,6 @@
 namespace kf {
 namespace {
 
-// ---- Below autograd ------------------------------------------------------------------------------------------------
-
-ForwardResult call_forward(const ForwardCall& c) {
-  auto result = with_stages(c, c, [&](const auto&... stages) {
-    const RowNormFwdCall call{c.input,         c.num_dims,  c.weight, c.bias,     c.eps,
-                              c.weight_offset, c.out_dtype, c.rms,    c.residual, stages...};
-    return call_boxed(operator_of<RowNormFwdCall>(), call);
-  });
-  if (!present(c.residual)) std::get<2>(result) = Tensor();  // the operator makes it empty
-  return result;
-}
-
-RowNormGradients call_backward(const BackwardCall& c) {
-  if (const auto* backend = direct(c.tensors(keys_of))) return backward(*backend, c);
-  return std::make_from_tuple<RowNormGradients>(call_boxed(operator_of<RowNormBwdCall>(), c));
-}
-
 // ---- The node ------------------------------------------------------------------------------------------------------
 
 // The tensors of a call's stages, as saved by a node.
@@ -53,10 +36,11 @@ struct RowNormBackward : SavingNode {
   const double eps;
   const at::ScalarType x_dtype, y_dtype;
   const bool has_residual, has_residual_gate;
+  const std::string groups;  // over which rows are spread
 
-  explicit RowNormBackward(const ForwardCall& call)
+  RowNormBackward(const ForwardCall& call, std::string_view groups)
       : norm(call), eps(call.eps), x_dtype(call.input.scalar_type()), y_dtype(call.y_dtype()),
-        has_residual(present(call.residual)), has_residual_gate(present(call.residual_gate())) {}
+        has_residual(present(call.residual)), has_residual_gate(present(call.residual_gate())), groups(groups) {}
 
   bool needs_x() const { return has_residual_gate || (has_residual && norm.pre_activation); }
   UnpackedStages stages() const {
@@ -68,7 +52,7 @@ struct RowNormBackward : SavingNode {
   std::string key() const override {
     return with_options(norm, [&](const auto&... options) {
       return key_of(norm.num_dims, norm.weight_offset, norm.rms, options..., eps, x_dtype, y_dtype, has_residual,
-                    has_residual_gate);
+                    has_residual_gate, groups);
     });
   }
 
@@ -103,12 +87,20 @@ struct RowNormBackward : SavingNode {
     const Tensor dy = given.defined() ? given : at::_ops::zeros_like::call(input, y_dtype, {}, {}, {}, {});
     const OptionalTensor w = optional(saved(kWeight)), b = optional(saved(kBias));
     const UnpackedStages stages = this->stages();
-    if (at::GradMode::is_enabled()) return differentiable(dy, dh, {input, w, b, stages.row()}, stages, wanted);
+    const bool differentiates = at::GradMode::is_enabled();
+    if (differentiates && groups.empty()) return differentiable(dy, dh, {input, w, b, stages.row()}, stages, wanted);
+    const at::NoGradGuard no_grad;
     const bool same = only_adds() && x_dtype == input.scalar_type();
     const auto of_kernel = same ? std::array{wanted[0] || wanted[3], wanted[1], wanted[2], false, false} : wanted;
+    const Tensor stats = saved(kStats);
+    const OptionalTensor x = optional(saved(kX));
+    const BackwardCall call{
+        norm,        stages,    dy,      input, stats, w,
+        dtype_of(b), of_kernel, x_dtype, dh,    x,     norm.activation || norm.grouped || present(stages.row()) ? b : kAbsent,
+        has_residual};
+    const auto* backend = direct(call.tensors(keys_of));
     auto [dx, dweight, dbias, dresidual, dgate] =
-        call_backward({norm, stages, dy, input, saved(kStats), w, dtype_of(b), of_kernel, x_dtype, dh, optional(saved(kX)),
-                       norm.activation || norm.grouped || present(stages.row()) ? b : kAbsent, has_residual});
+        groups.empty() ? backward_by(backend, call) : spread_backward(backend, call, groups);
     if (same) dresidual = dx;
     variable_list list = no_gradients();
     if (wanted[0]) list[0] = std::move(dx);
@@ -116,6 +108,7 @@ struct RowNormBackward : SavingNode {
     if (wanted[2]) list[2] = std::move(dbias);
     if (wanted[3]) list[3] = std::move(dresidual);
     if (wanted[4]) list[4] = std::move(dgate);
+    if (differentiates) refuse_derivatives(list, "gradients of gradients of rows that are spread over ranks");
     return list;
   }
 
@@ -191,8 +184,8 @@ struct RowNormBackward : SavingNode {
   }
 };
 
-void make_history(const ForwardCall& call, const Tensor& y, const Tensor& stats, const Tensor& h) {
-  auto node = std::make_unique<RowNormBackward>(call);
+void make_history(const ForwardCall& call, const Tensor& y, const Tensor& stats, const Tensor& h, std::string_view groups) {
+  auto node = std::make_unique<RowNormBackward>(call, groups);
   const Tensor& input = h.defined() ? h : call.input;
   const bool reads_bias = call.activation || present(call.row());
   const bool reads_x = call.pre_activation || has_gradient(call.residual_gate()), reads_gate = has_gradient(call.input);
@@ -218,10 +211,17 @@ bool is_widened(bool rms) {
 
 template <class Call> struct NormVerb {
   using Result = typename Call::Result;
+  static constexpr bool kSpread = std::is_same_v<Call, SpreadRowNormCall>;
+
+  static std::string_view groups_of_ranks(const Call& given) {
+    if constexpr (kSpread) return given.groups;
+    else return {};
+  }
 
   static Result autograd(c10::DispatchKeySet keys, const Call& given) {
     ForwardCall call = norm_of(given);
     if (call.tensors(needs_definition) || !accepts(call)) {
+      if constexpr (kSpread) return reference(given);
       auto [y, h] = reference(call);
       return verb_result<Result>(std::move(y), std::move(h), call.input);
     }
@@ -229,11 +229,12 @@ template <class Call> struct NormVerb {
     Tensor y, stats, h;
     {
       const at::AutoDispatchBelowADInplaceOrView below;
-      if (const auto* backend = direct(keys)) std::tie(y, stats, h) = forward(*backend, call);
-      else if (call.wants_stats) std::tie(y, stats, h) = call_forward(call);
+      const auto* backend = direct(keys);
+      if constexpr (kSpread) std::tie(y, stats, h) = spread_forward(backend, call, given.groups);
+      else if (backend || call.wants_stats) std::tie(y, stats, h) = forward_by(backend, call);
       else return call_boxed(operator_of<Call>(), given, keys & c10::after_ADInplaceOrView_keyset);
     }
-    if (call.wants_stats) make_history(call, y, stats, h);
+    if (call.wants_stats) make_history(call, y, stats, h, groups_of_ranks(given));
     return verb_result<Result>(std::move(y), std::move(h), call.input);
   }
 
@@ -247,13 +248,18 @@ template <class Call> struct NormVerb {
     return call_boxed(operator_of<Call>(), call);
   }
 
-  const Implements at_autograd{Call::kName, KF_AUTOGRAD_KEYS, Boxed<autograd>::kernel};
+  // Rows that are spread have kernels on GPUs alone.
+  const Implements at_autograd =
+      kSpread
+          ? Implements(Call::kName, {c10::DispatchKey::AutogradCUDA, c10::DispatchKey::AutogradMeta}, Boxed<autograd>::kernel)
+          : Implements(Call::kName, KF_AUTOGRAD_KEYS, Boxed<autograd>::kernel);
   const Implements at_autocast{Call::kName, {c10::DispatchKey::AutocastCUDA}, Boxed<autocast>::kernel};
 };
 
 const NormVerb<LayerNormCall> layer_norm_verb;
 const NormVerb<RmsNormCall> rms_norm_verb;
 const NormVerb<StagedRowNormCall> staged_row_norm_verb;
+const NormVerb<SpreadRowNormCall> spread_row_norm_verb;
 
 }  // namespace
 

@@ -66,7 +66,8 @@ RowNormSpec spec_of(const Call& call, Direction direction, int64_t cols, at::Sca
                    .bias = dtype_or_absent(bias),
                    .offset = call.weight_offset != 0.0,
                    .grads = {},
-                   .residual = dtype_or_absent(residual)};
+                   .residual = dtype_or_absent(residual),
+                   .passes = call.passes};
   describe(call, call, spec);
   return spec;
 }
@@ -102,10 +103,11 @@ struct ForwardInputs {
                    dtype_of(call.residual));
   }
 
-  Access access(const Tensor& y) const {
+  Access access(const ForwardCall& call, const Tensor& y) const {
     const auto row_bytes = (x.cols * y.element_size()) & 15;
+    const auto* second_row = static_cast<const char*>(y.const_data_ptr()) + row_bytes;
     return {.x = x.alignment,
-            .y = alignment_of(static_cast<const char*>(y.const_data_ptr()) + row_bytes),
+            .y = call.passes == Passes::kFirst ? 16 : alignment_of(second_row),
             .weight = vectors.alignment(),
             .strided_x = x.strided,
             .residual = other ? other->alignment : 16,
@@ -123,7 +125,8 @@ struct ForwardInputs {
       args.residual = other->data();
       args.residual_rows = other->layout;
     }
-    if (h.defined()) args.h = h.data_ptr();
+    if (present(call.sums)) args.h = call.sums->data_ptr();
+    else if (h.defined()) args.h = h.data_ptr();
     launch_groups(kernel, kernel.grid(args.rows, groups.count), groups.count, stream, args);
   }
 };
@@ -133,7 +136,7 @@ struct ForwardInputs {
 void forward_cuda(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
   const ForwardInputs inputs(call);
   const OnDevice on(call.input.device());
-  const auto& kernel = find_kernel({call.input.device(), inputs.spec(call), inputs.access(y)}, on.stream);
+  const auto& kernel = find_kernel({call.input.device(), inputs.spec(call), inputs.access(call, y)}, on.stream);
   inputs.launch(kernel, call, y, stats, h, {}, on.stream);
 }
 
@@ -142,7 +145,7 @@ void quantized_row_norm_cuda(const ForwardCall& call, const Quantize& quantize, 
   const OnDevice on(call.input.device());
   auto spec = inputs.spec(call);
   spec.codes = codes_of(quantize, inputs.x.cols);
-  const auto& kernel = find_kernel({call.input.device(), spec, inputs.access(y)}, on.stream);
+  const auto& kernel = find_kernel({call.input.device(), spec, inputs.access(call, y)}, on.stream);
   const Tensor whole = kernel.splits && !quantize.keeps ? allocate(call.input.sizes(), y.options()) : y;
   inputs.launch(kernel, call, whole, {}, h, code_args(quantize, inputs.x.rows, to), on.stream);
   if (kernel.splits) quantize_cuda(whole, quantize, to);
@@ -232,7 +235,12 @@ void backward_cuda(const BackwardCall& call, RowNormGradients& to) {
   const Tensor dresidual = wants_dgate && !wants_dresidual ? allocate(call.input.sizes(), call.input.options()) : to.dresidual;
   args.dresidual = memory_or_null(dresidual);
   const int64_t grid = kernel.grid(rows, groups);
-  if (!wants_dweight && !wants_dbias && !wants_dgate) return launch_groups(kernel, grid, groups, on.stream, args);
+  const auto launch_main = [&] {
+    RowNormBwdArgs its_args = args;
+    if (present(call.sums)) its_args.dweight_partials = call.sums->data_ptr();
+    launch_groups(kernel, grid, groups, on.stream, its_args);
+  };
+  if (!wants_dweight && !wants_dbias && !wants_dgate) return launch_main();
 
   spec.direction = Direction::kBackwardWeight;
   const auto* split = kernel.splits ? &find_kernel({device, spec, access}, on.stream) : nullptr;
@@ -255,7 +263,7 @@ void backward_cuda(const BackwardCall& call, RowNormGradients& to) {
     if (wants_dgate) args.dgate_partials = partials->data(2);
     args.partial_pitch = partials->pitch;
   }
-  if (wants_dx || spec.dresidual || !split) launch_groups(kernel, grid, groups, on.stream, args);
+  if (wants_dx || spec.dresidual || call.passes == Passes::kFirst || !split) launch_main();
   // With groups, a block's second coordinate is the group, otherwise the slab.
   if (split && spec.grouped) launch_groups(*split, column_tiles * num_partials, groups, on.stream, args);
   else if (split) launch(*split, column_tiles, num_partials, on.stream, &args);

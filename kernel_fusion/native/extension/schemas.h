@@ -68,11 +68,11 @@ struct RowNormFwdCall {
   const Tensor &input; int64_t num_dims; const OptionalTensor &weight, &bias; double eps, weight_offset; OptionalDtype
     out_dtype; bool rms; const OptionalTensor &residual; std::string_view pre_activation, activation; double dropout_p; const
     OptionalTensor &seed; std::string_view rounding; const OptionalTensor &gate; std::string_view gate_activation; bool
-    gate_first, grouped; const OptionalTensor &residual_gate;
+    gate_first, grouped; const OptionalTensor &residual_gate; std::string_view passes; const OptionalTensor &sums;
   template <class F> auto arguments(F&& f) const { return f(input, num_dims, weight, bias, eps, weight_offset, out_dtype, rms,
-    residual, pre_activation, activation, dropout_p, seed, rounding, gate, gate_activation, gate_first, grouped, residual_gate);
-    }
-  template <class F> auto tensors(F&& f) const { return f(input, weight, bias, residual, seed, gate, residual_gate); }
+    residual, pre_activation, activation, dropout_p, seed, rounding, gate, gate_activation, gate_first, grouped, residual_gate,
+    passes, sums); }
+  template <class F> auto tensors(F&& f) const { return f(input, weight, bias, residual, seed, gate, residual_gate, sums); }
 };
 struct RowNormBwdCall {
   static constexpr const char* kName = "row_norm_bwd"; using Result = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
@@ -80,11 +80,12 @@ struct RowNormBwdCall {
     weight_offset; bool rms; std::array<bool, 5> output_mask; OptionalDtype x_dtype; const OptionalTensor &dh, &x, &bias; bool
     has_residual; std::string_view pre_activation, activation; double dropout_p; const OptionalTensor &seed; std::string_view
     rounding; const OptionalTensor &gate; std::string_view gate_activation; bool gate_first, grouped; const OptionalTensor
-    &residual_gate;
+    &residual_gate; std::string_view passes; const OptionalTensor &sums;
   template <class F> auto arguments(F&& f) const { return f(dy, input, stats, num_dims, weight, bias_dtype, weight_offset, rms,
     output_mask, x_dtype, dh, x, bias, has_residual, pre_activation, activation, dropout_p, seed, rounding, gate,
-    gate_activation, gate_first, grouped, residual_gate); }
-  template <class F> auto tensors(F&& f) const { return f(dy, input, stats, weight, dh, x, bias, seed, gate, residual_gate); }
+    gate_activation, gate_first, grouped, residual_gate, passes, sums); }
+  template <class F> auto tensors(F&& f) const { return f(dy, input, stats, weight, dh, x, bias, seed, gate, residual_gate,
+    sums); }
 };
 struct PointwiseFwdCall {
   static constexpr const char* kName = "pointwise_fwd"; using Result = std::tuple<Tensor, Tensor>;
@@ -141,6 +142,17 @@ struct QuantizedGateCall {
   template <class F> auto arguments(F&& f) const { return f(gate, value, activation, dtype, scale, block, keeps); }
   template <class F> auto tensors(F&& f) const { return f(gate, value, scale); }
 };
+struct SpreadRowNormCall {
+  static constexpr const char* kName = "spread_row_norm"; using Result = std::tuple<Tensor, Tensor>;
+  const Tensor &input; const OptionalTensor &residual; int64_t num_dims; const OptionalTensor &weight, &bias; double eps,
+    weight_offset; OptionalDtype out_dtype; bool rms; std::string_view groups, pre_activation, activation; double dropout_p;
+    const OptionalTensor &seed; std::string_view rounding; const OptionalTensor &gate; std::string_view gate_activation; bool
+    gate_first, grouped; const OptionalTensor &residual_gate;
+  template <class F> auto arguments(F&& f) const { return f(input, residual, num_dims, weight, bias, eps, weight_offset,
+    out_dtype, rms, groups, pre_activation, activation, dropout_p, seed, rounding, gate, gate_activation, gate_first, grouped,
+    residual_gate); }
+  template <class F> auto tensors(F&& f) const { return f(input, residual, weight, bias, seed, gate, residual_gate); }
+};
 
 inline constexpr const char* kSchemas = R"(
 layer_norm(Tensor input, int num_dims, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, float weight_offset=0., ScalarType? out_dtype=None) -> Tensor
@@ -150,8 +162,8 @@ pointwise(Tensor a, Tensor? b, str combine, str activation, float scale, float d
 reduce(Tensor input, int[] dim, bool keepdim, str kind, ScalarType? dtype) -> Tensor
 softmax(Tensor input, Tensor? mask, float scale, bool causal, bool log=False) -> Tensor
 qk_norm_rope(Tensor query, Tensor? key, Tensor? query_weight, Tensor? key_weight, Tensor cos, Tensor sin, Tensor? positions, float? eps, float weight_offset, bool interleaved, str rounding) -> (Tensor query, Tensor key)
-row_norm_fwd(Tensor input, int num_dims, Tensor? weight, Tensor? bias, float eps, float weight_offset, ScalarType? out_dtype, bool rms, Tensor? residual=None, str pre_activation='identity', str activation='identity', float dropout_p=0.0, Tensor? seed=None, str rounding='once', Tensor? gate=None, str gate_activation='identity', bool gate_first=False, bool grouped=False, Tensor? residual_gate=None) -> (Tensor y, Tensor stats, Tensor h)
-row_norm_bwd(Tensor dy, Tensor input, Tensor stats, int num_dims, Tensor? weight, ScalarType? bias_dtype, float weight_offset, bool rms, bool[5] output_mask, ScalarType? x_dtype=None, Tensor? dh=None, Tensor? x=None, Tensor? bias=None, bool has_residual=False, str pre_activation='identity', str activation='identity', float dropout_p=0.0, Tensor? seed=None, str rounding='once', Tensor? gate=None, str gate_activation='identity', bool gate_first=False, bool grouped=False, Tensor? residual_gate=None) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dresidual, Tensor dgate)
+row_norm_fwd(Tensor input, int num_dims, Tensor? weight, Tensor? bias, float eps, float weight_offset, ScalarType? out_dtype, bool rms, Tensor? residual=None, str pre_activation='identity', str activation='identity', float dropout_p=0.0, Tensor? seed=None, str rounding='once', Tensor? gate=None, str gate_activation='identity', bool gate_first=False, bool grouped=False, Tensor? residual_gate=None, str passes='both', Tensor? sums=None) -> (Tensor y, Tensor stats, Tensor h)
+row_norm_bwd(Tensor dy, Tensor input, Tensor stats, int num_dims, Tensor? weight, ScalarType? bias_dtype, float weight_offset, bool rms, bool[5] output_mask, ScalarType? x_dtype=None, Tensor? dh=None, Tensor? x=None, Tensor? bias=None, bool has_residual=False, str pre_activation='identity', str activation='identity', float dropout_p=0.0, Tensor? seed=None, str rounding='once', Tensor? gate=None, str gate_activation='identity', bool gate_first=False, bool grouped=False, Tensor? residual_gate=None, str passes='both', Tensor? sums=None) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dresidual, Tensor dgate)
 pointwise_fwd(Tensor a, Tensor? b, str combine, str activation, float scale, float dropout_p, Tensor? seed) -> (Tensor y, Tensor bits)
 pointwise_bwd(Tensor dy, Tensor a, Tensor? b, str combine, str activation, float scale, float dropout_p, Tensor? seed, bool[2] output_mask) -> (Tensor da, Tensor db)
 softmax_bwd(Tensor dy, Tensor y, float scale, bool leaves_out=False, bool log=False) -> Tensor
@@ -159,6 +171,7 @@ qk_norm_rope_bwd(Tensor dy, Tensor? dy_key, Tensor? query, Tensor? key, Tensor? 
 quantize(Tensor input, ScalarType dtype, Tensor? scale, int block) -> (Tensor values, Tensor scale)
 quantized_row_norm(Tensor input, Tensor? residual, ScalarType dtype, Tensor? scale, int block, bool keeps, int num_dims, Tensor? weight, Tensor? bias, float eps, float weight_offset, ScalarType? out_dtype, bool rms, str pre_activation='identity', str activation='identity', float dropout_p=0.0, Tensor? seed=None, str rounding='once', Tensor? gate=None, str gate_activation='identity', bool gate_first=False, bool grouped=False, Tensor? residual_gate=None) -> (Tensor values, Tensor scale, Tensor output, Tensor residual)
 quantized_gate(Tensor gate, Tensor value, str activation, ScalarType dtype, Tensor? scale, int block, bool keeps) -> (Tensor values, Tensor scale, Tensor output)
+spread_row_norm(Tensor input, Tensor? residual, int num_dims, Tensor? weight, Tensor? bias, float eps, float weight_offset, ScalarType? out_dtype, bool rms, str groups, str pre_activation='identity', str activation='identity', float dropout_p=0.0, Tensor? seed=None, str rounding='once', Tensor? gate=None, str gate_activation='identity', bool gate_first=False, bool grouped=False, Tensor? residual_gate=None) -> (Tensor output, Tensor residual)
 )";
 
 }  // namespace kf

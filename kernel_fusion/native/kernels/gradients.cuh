@@ -41,6 +41,7 @@ template <class S> struct Derivative {
       : mean(row.mean), rstd(row.rstd), mean_g(mean_of(sum_g)), slope(-row.rstd * mean_of(row.rstd * sum_gx)) {}
   // Before sm_90 a division, because the compiler then holds fewer registers and long rows do not spill.
   __device__ static A mean_of(A sum) {
+    if constexpr (is_second_pass<S>()) return sum;  // of all pieces the means are given
 #if __CUDA_ARCH__ >= 900
     return sum * kPerCol<S>;
 #else

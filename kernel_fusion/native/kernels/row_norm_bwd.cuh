@@ -280,6 +280,10 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
   biases.keep();
   const Before<S> before(args);
   Columns columns{args, at, sums, weights, biases, before};
+  const auto means = [&] {
+    if constexpr (is_second_pass<S>()) return MeansOfRows(args.dweight_partials);
+    else return 0;
+  }();
 
   const int behind = kAlone<S> ? 0 : at.row;  // of the first row that goes on with this one
   const i64 step = static_cast<i64>(gridDim.x / S::kCluster) * S::kRows;
@@ -299,8 +303,13 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
     const FactorOfRow<S> factor(args, at, sample);
     // Past the last row, another row's rstd may be infinite or NaN, even times zero.
     const Normalize<S> normalize{now.mean, now.is_live() ? now.rstd : A(0)};
+    if constexpr (is_second_pass<S>()) {
+      const auto all = means.template of<S>(now.is_live() ? row : 0);
+      columns.second_pass(now, factor, normalize, row, static_cast<A>(all.first), static_cast<A>(all.second));
+      continue;
+    }
     RowSums<A> row_sums = columns.first_pass(now, factor, normalize, row);
-    if constexpr (S::kDX || S::kDResidual) {
+    if constexpr (S::kDX || S::kDResidual || is_first_pass<S>()) {
       if constexpr (S::kRms) row_sums = {0, sum_lanes<S::kLanes>(row_sums.gx)};
       else sum_lanes<S::kLanes>(row_sums.g, row_sums.gx);
       if constexpr (S::kWarps > 1) {
@@ -309,7 +318,11 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
         exchange.barrier();
         exchange.sum_pairs(at.lane, pairs[buffer], row_sums.g, row_sums.gx);
       }
-      columns.second_pass(now, factor, normalize, row, row_sums.g, row_sums.gx);
+      if constexpr (is_first_pass<S>()) {
+        if (now.is_live() && at.leader()) store_sums<S>(args.dx, row, row_sums.g, row_sums.gx);
+      } else {
+        columns.second_pass(now, factor, normalize, row, row_sums.g, row_sums.gx);
+      }
     }
   }
 

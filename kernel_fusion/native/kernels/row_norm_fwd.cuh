@@ -154,7 +154,24 @@ __device__ Affine<S> affine_of_row(const RowNormFwdArgs& args, const At& at, con
     mean = joined.mean;
     squares = joined.squares;
   }
+  if constexpr (is_first_pass<S>()) {
+    const double cols = S::kCols, level = mean;
+    if (row.live && at.leader()) store_sums<S>(args.y, row.index, cols * level, squares + cols * level * level);
+    return {};
+  }
   const A rstd = reciprocal_sqrt(squares * kPerCol<S> + static_cast<A>(args.eps));
+  if (S::kStats && row.live && at.leader()) store_stats<S>(args, row.index, mean, rstd);
+  return {mean, rstd};
+}
+
+// The same from the sums of all pieces of the row.
+template <class S, class At>
+__device__ Affine<S> affine_of_pieces(const RowNormFwdArgs& args, const At& at, const ForwardRow<S>& row) {
+  using A = typename S::Acc;
+  const auto means = MeansOfRows(args.h).of<S>(row.index);
+  const double variance = means.second - means.first * means.first;
+  const A mean = static_cast<A>(means.first), rounded = static_cast<A>(variance < 0 ? 0 : variance);  // NaN stays
+  const A rstd = reciprocal_sqrt(rounded + static_cast<A>(args.eps));
   if (S::kStats && row.live && at.leader()) store_stats<S>(args, row.index, mean, rstd);
   return {mean, rstd};
 }
@@ -192,7 +209,7 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
   constexpr int kVec = S::kVec, kVectors = At::kVectors;
   const At at;
   const ForwardRow<S> row(args, at);
-  if constexpr (S::kCluster > 1) cluster_arrive();
+  if constexpr (S::kCluster > 1 && !is_second_pass<S>()) cluster_arrive();
   wait_for_previous_kernel(row.x + at.first);
   const Before<S> before(args);
   prefetch<S>(args, at);
@@ -230,12 +247,20 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
 
   // LayerNorm reads the row three times and widens it each time; RMSNorm has registers to widen it once, which is
   // faster.
-  const auto moments = moments_of<S>(at, [&](int k) {
-    if constexpr (!S::kRms) keep_packed(resident[k]);
-    return resident[k];
-  });
+  const auto moments = [&] {
+    if constexpr (is_second_pass<S>()) return Moments<S>{};
+    else
+      return moments_of<S>(at, [&](int k) {
+        if constexpr (!S::kRms) keep_packed(resident[k]);
+        return resident[k];
+      });
+  }();
   if constexpr (S::kEarly) load_parameters(at, 0);
-  const Affine<S> affine = affine_of_row<S>(args, at, row, moments);
+  const Affine<S> affine = [&] {
+    if constexpr (is_second_pass<S>()) return affine_of_pieces<S>(args, at, row);
+    else return affine_of_row<S>(args, at, row, moments);
+  }();
+  if constexpr (is_first_pass<S>()) return;
   // With kAnew columns are recomputed for y, because keeping `at` would take registers.
   const At place = [&] {
     if constexpr (S::kAnew) return At::anew();

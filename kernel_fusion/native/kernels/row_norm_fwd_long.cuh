@@ -17,7 +17,7 @@ template <class S> __device__ void row_norm_fwd_long(const RowNormFwdArgs& args)
   constexpr int kVec = S::kVec;
   const P at;
   const ForwardRow<S> row(args, at);
-  if constexpr (S::kCluster > 1) cluster_arrive();
+  if constexpr (S::kCluster > 1 && !is_second_pass<S>()) cluster_arrive();
   wait_for_previous_kernel();
   const Before<S> before(args);
 
@@ -36,7 +36,11 @@ template <class S> __device__ void row_norm_fwd_long(const RowNormFwdArgs& args)
     row.store_h(h, at.col(k, inside), pack);
     return pack;
   };
-  const Affine<S> affine = affine_of_row<S>(args, at, row, moments_in_passing<S, S::kBatch>(at, load, value));
+  const Affine<S> affine = [&] {
+    if constexpr (is_second_pass<S>()) return affine_of_pieces<S>(args, at, row);
+    else return affine_of_row<S>(args, at, row, moments_in_passing<S, S::kBatch>(at, load, value));
+  }();
+  if constexpr (is_first_pass<S>()) return;
 
   struct Again {
     Pack<typename PresentOr<typename S::Residual, typename S::X>::type, kVec> x;

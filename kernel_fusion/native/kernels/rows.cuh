@@ -4,8 +4,8 @@
 // blockIdx.y names the group.
 #pragma once
 
+#include "pieces.cuh"
 #include "shared/row_norm_args.h"
-#include "tree.cuh"
 #include "vectors.cuh"
 
 namespace kf {
@@ -30,8 +30,10 @@ template <class S, class Args> __device__ i64 group_offset(const Args& args, i64
   else return 0;
 }
 
-// The number of the row that a sample has in this block's group.
+// The number of the row that a sample has in this block's group. A second pass begins with the rows that the first one read
+// last, which caches still hold.
 template <class S, class Args> __device__ i64 row_of_sample(const Args& args, i64 sample) {
+  if constexpr (is_second_pass<S>()) sample = args.rows - 1 - sample;
   if constexpr (S::kGrouped) return sample * args.groups.step + group_offset<S>(args, args.groups.inner);
   else return sample;
 }

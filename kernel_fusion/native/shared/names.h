@@ -17,6 +17,7 @@ enum class Scales : int { kGiven = 0, kRow = 1, kBlock = 2 };
 enum class Rounding : int { kOnce = 0, kHf = 1 };
 enum class Dtype : int { kAbsent = -1, kHalf = 0, kBFloat16 = 1, kFloat = 2, kDouble = 3, kBool = 4, kBit = 5 };
 enum class Direction : int { kInference = 0, kForward = 1, kBackward = 2, kBackwardWeight = 3 };
+enum class Passes : int { kBoth = 0, kFirst = 1, kSecond = 2 };
 enum class Combine : int { kFirst = 0, kAdd = 1, kMul = 2, kGate = 3 };
 enum class Mode : int { kLinear = 0, kVector = 1, kBroadcast = 2, kStrided = 3, kGather = 4 };
 enum class Map : int { kSquare = 0, kAbs = 1, kNone = 2 };

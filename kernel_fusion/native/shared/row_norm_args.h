@@ -29,7 +29,8 @@ struct CodeArgs {
 };
 
 // The norm of extension/row_norm.h. Null: absent. The second group is for stages. A row's gate takes the residual's
-// place: h = x * act(gate), not stored, or y times act(gate).
+// place: h = x * act(gate), not stored, or y times act(gate). A first pass (kernels/pieces.cuh) writes its sums to y, and a
+// second one reads those of all pieces at h.
 struct RowNormFwdArgs {
   const void* x;
   const void* weight;
@@ -53,7 +54,8 @@ struct RowNormFwdArgs {
   CodeArgs codes;
 };
 
-// dx and dresidual, and a block's or cluster's partial rows.
+// dx and dresidual, and a block's or cluster's partial rows. A first pass writes its sums to dx, and a second one reads those
+// of all pieces at dweight_partials.
 struct RowNormBwdArgs {
   const void* dy;
   const void* x;  // with a residual: h

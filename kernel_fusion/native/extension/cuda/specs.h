@@ -26,6 +26,7 @@ struct RowNormSpec {
   Dtype residual = Dtype::kAbsent;
   int dh = 0, dresidual = 0, dgate = 0, one_row = 0;
   Codes codes = {};
+  Passes passes = Passes::kBoth;
 };
 
 struct Access {
@@ -124,7 +125,7 @@ struct Launch {
       1, dependent = 0;
 };
 
-inline constexpr int kKeyFields = 38;
+inline constexpr int kKeyFields = 39;
 inline constexpr int kVectorBytes = 16;
 inline constexpr int kPartialCols = 32;
 
