@@ -26,7 +26,7 @@ from torch import Tensor
 from kernel_fusion.backends import eager
 from kernel_fusion.core import arguments
 from kernel_fusion.core.activations import formula
-from kernel_fusion.operators import fallback, loader
+from kernel_fusion.operators import loader
 
 Arguments = dict[str, Any]
 
@@ -231,7 +231,6 @@ def right_triton_calls(device: str) -> dict[str, list[Arguments]]:
             for call in calls["row_norm_bwd"]
         ],
         "triton_quantized_row_norm": [call | {"out_dtype": torch.float32} for call in calls["quantized_row_norm"]],
-        **_spread_calls(calls["staged_row_norm"]),
         "triton_pointwise_fwd": [call | {"out_dtype": None} for call in calls["pointwise"]],
         "triton_pointwise_bwd": [
             {"wants" if name == "output_mask" else name: value for name, value in call.items()}
@@ -248,43 +247,6 @@ def right_triton_calls(device: str) -> dict[str, list[Arguments]]:
         ],
     }  # fmt: skip
     return calls
-
-
-def _spread_calls(staged: list[Arguments]) -> dict[str, list[Arguments]]:
-    """Calls of the parts of norms whose rows are spread over ranks, here over one; also of float64, which has a shift.
-
-    They are cut from what the whole norm is called with, by the names in the schemas of the parts.
-    """
-    fallback.define_triton()
-
-    def of(part: str, call: Arguments, **others: Any) -> Arguments:
-        given = call | others
-        return {name: given[name] for name in argument_types(f"triton_row_norm_{part}")}
-
-    calls: dict[str, list[Arguments]] = {part: [] for part in ("moments", "apply", "bwd_sums", "bwd_apply")}
-    wide = {name: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for name, t in staged[2].items()}
-    for call in (*staged[1:], wide):
-        x = call["input"].double()
-        if call["gate_first"]:
-            x = x * formula(call["gate_activation"])(call["gate"].double())
-        rows, is_wide = x.flatten(0, -2), call is wide
-        shift = rows.mean(-1)
-        near = rows - shift[:, None] if is_wide else rows
-        sums = [near.square().sum(-1), *([] if call["rms"] else [near.sum(-1)]), rows.new_tensor([rows.shape[1]])]
-        mean, rstd = near.mean(-1), (near.var(-1, correction=0) + 1e-5).rsqrt()
-        if call["rms"]:
-            rstd = (near.square().mean(-1) + 1e-5).rsqrt()
-        stats = torch.stack([*([] if call["rms"] else [mean]), rstd, *([shift] if is_wide else [])])
-        before = {"activation": "identity", "rounding": "once", "gate": call["gate"] if call["gate_first"] else None}
-        before |= {"grouped": False, "shift": shift if is_wide else None}
-        backward = {"dy": torch.randn_like(call["input"]), "dh": None, "h": call["input"], "x": None, "stored": False}
-        backward |= {"stats": stats.to(call["input"].dtype), "sums": torch.cat(sums), "bias_dtype": call["input"].dtype}
-        calls["moments"].append(of("moments", call, **before))
-        result = {"sums": torch.cat(sums), "shift": shift if is_wide else None, "out_dtype": call["input"].dtype}
-        calls["apply"].append(of("apply", call, **result))
-        calls["bwd_sums"].append(of("bwd_sums", call, **backward, wants=[True, True, True]))
-        calls["bwd_apply"].append(of("bwd_apply", call, **backward, wants=[True, call["gate"] is not None]))
-    return {f"triton_row_norm_{part}": listed for part, listed in calls.items()}
 
 
 # ---- Definitions -----------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -22,8 +21,7 @@ from verbs import VERBS, Verb, cotangents, gradients, results, verbs_where
 import kernel_fusion as kf
 from kernel_fusion.backends import availability
 from kernel_fusion.backends.eager.dropout import random_bits, threshold
-from kernel_fusion.backends.triton import plan, row_norm_parts
-from kernel_fusion.core.stages import Given
+from kernel_fusion.backends.triton import plan
 from kernel_fusion.errors import BackendUnavailableError
 from kernel_fusion.operators import dispatch
 from kernel_fusion.testing import cases
@@ -141,41 +139,6 @@ def test_within_budget(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
         narrow = plan.partial_sums()
         monkeypatch.setattr(plan, "partial_sums", lambda: replace(narrow, block=1024))
     check(case, TRITON)
-
-
-# Grid rationale. A part of a row in pieces, with several tiles of rows for a program, one of them not full; and a part
-# that is looped over in both directions.
-@pytest.mark.parametrize(
-    ("rms", "rows", "cols"), [(True, 11, 1500), pytest.param(False, 2, 16400, marks=pytest.mark.slow)]
-)
-def test_long_parts_of_rows(rms: bool, rows: int, cols: int) -> None:
-    """A norm that joins the sums of one part, with a residual and dropout, has the results of the definition."""
-    shapes = (rows, cols), (rows, cols), (cols,), (cols,)
-    leaves = [torch.randn(*shape, dtype=F64, device=DEVICE).requires_grad_() for shape in shapes]
-    x, residual, weight, bias = leaves
-    args = 1, weight, bias, 1e-5, 0.0, None, rms, "gelu", "silu", 0.25, torch.ones(1, dtype=torch.int64, device=DEVICE)
-    dys, results = torch.randn(2, rows, cols, dtype=F64, device=DEVICE).unbind(), []
-    definition = torch.ops.kernel_fusion.staged_row_norm_reference
-    for norm in (partial(row_norm_parts.staged_row_norm, lambda sums: None), definition):
-        outputs = norm(x, residual, *args)
-        results.append((*outputs, *torch.autograd.grad(outputs, leaves, dys)))
-    for ours, expected in zip(*results, strict=True):
-        torch.testing.assert_close(ours, expected)
-
-
-def test_vectors_of_parts_join_nothing() -> None:
-    """Without a gradient of rows, backward of a part joins no sums, and that of the weight is the same."""
-    x, dy = torch.randn(2, 5, 300, device=DEVICE).unbind()
-    weight = torch.randn(300, device=DEVICE, requires_grad=True)
-    counts, found = [], []
-    for wanted in (True, False):
-        joined: list[Tensor] = []
-        affine = 1, weight, None, 1e-5, 0.0, None, False
-        y, _ = row_norm_parts.staged_row_norm(joined.append, x.requires_grad_(wanted), None, *affine, *Given())
-        found.append(torch.autograd.grad(y, weight, dy)[0])
-        counts.append(len(joined))
-    assert counts == [2, 1]
-    torch.testing.assert_close(*found)
 
 
 # Grid rationale. A row in one block, in pieces, and looped over in both directions.

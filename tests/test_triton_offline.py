@@ -155,7 +155,7 @@ _TRACE = f"""{_ABSENT_GPU}
 
     def f(x, r, w):
         y, h = kf.add_layer_norm(x, r, 256, w, activation="gelu", dropout_p=0.1, backend="triton")
-        y = kf.rms_norm(y, 256, w, backend="triton", group=dist.group.WORLD)
+        y = kf.rms_norm(y, 256, w, backend="triton")
         z = kf.gated_rms_norm(y, r, 256, w, group_size=64, backend="triton")
         z = kf.gated_act(z, h, "silu", backend="triton")
         weights = kf.softmax(kf.bias_act(z, w, "gelu", backend="triton"), backend="triton")
@@ -173,7 +173,7 @@ _TRACE = f"""{_ABSENT_GPU}
     forward, backward = graphs  # of one compilation
     assert ends == ["Reached", "Reached"], ends
     kernels = [sum("triton_kernel_wrapper" in target for target in graph) for graph in graphs]
-    assert kernels[0] == 8 and kernels[1] >= 8, kernels
+    assert kernels[0] == 7 and kernels[1] >= 7, kernels
     assert not any("kernel_fusion" in target for graph in graphs for target in graph), graphs
 """
 
@@ -197,16 +197,11 @@ _FOLLOWING = f"""{_ABSENT_GPU}
             raise Reached
         return run
 
-    def spread(x, backend=None):
-        y = kf.layer_norm(x.double(), 64, group=dist.group.WORLD, backend=backend)
-        return kf.add_rms_norm(x, x.cos(), 64, group=dist.group.WORLD, backend=backend)[0] + y.float()
-
     torch._dynamo.config.capture_dynamic_output_shape_ops = True
     backend = aot_autograd(fw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
     target, wanted = Target("cpu", "triton"), set(sys.argv[2:])
     functions = {{str(f): ([s(4, 64) != s(5, 64) for s in f.arguments.values()], f.on(target), f.leaves(target, 6, 64))
                  for f in (*VERBS.values(), *MORE)}}
-    functions["spread"] = [True], lambda x: spread(x, backend="triton"), [torch.randn(6, 64, requires_grad=True)]
     mask = torch.tensor([1, 0, 1, 1, 0, 1], dtype=torch.bool)
     for name, (of_rows, function, tensors) in functions.items():
         if wanted and name not in wanted:
@@ -228,7 +223,7 @@ _FOLLOWING = f"""{_ABSENT_GPU}
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(["add_rms_norm", "modulated_rms_norm-rows", "mean_abs", "spread"], id="some"),
+        pytest.param(["add_rms_norm", "modulated_rms_norm-rows", "mean_abs"], id="some"),
         pytest.param([], id="all", marks=pytest.mark.slow),
     ],
 )

@@ -31,7 +31,6 @@ from kernel_fusion.backends.triton import (
     reduce,
     rotary,
     row_norm,
-    row_norm_parts,
     serve,
 )
 from kernel_fusion.backends.triton.kernels import softmax
@@ -223,27 +222,14 @@ def norms(rows: int, cols: int, dtype: torch.dtype) -> None:
         torch.autograd.grad([y, h], [x, r, w], [torch.zeros_like(y), torch.zeros_like(h)])
 
 
-def parts(rows: int, cols: int, dtype: torch.dtype) -> None:
-    """Both norms of rows that are spread over ranks, in both directions, bare and with every stage."""
-    x, r = torch.zeros(2, rows, cols, dtype=dtype).requires_grad_().unbind()
-    w = torch.zeros(cols, dtype=dtype, requires_grad=True)
-    stages = "gelu", "silu", 0.1, torch.zeros(1, dtype=torch.int64)
-    for rms in (False, True):
-        for residual, around in ((None, ("identity", "identity", 0.0, None)), (r, stages)):
-            norm = 1, w, w, 1e-5, 0.0, None, rms
-            y, _ = row_norm_parts.staged_row_norm(lambda sums: None, x, residual, *norm, *around)
-            torch.autograd.grad(y, [x, w], torch.zeros_like(y))
-
-
 def modulated(cols: int, dtype: torch.dtype) -> None:
-    """Both norms with a gated residual and vectors of each example, of whole rows and of parts, in both directions."""
+    """Both norms with a gated residual and vectors of each example, in both directions."""
     x, r = torch.zeros(2, 2, 3, cols, dtype=dtype).requires_grad_().unbind()
     w = torch.zeros(2, 1, cols, dtype=dtype, requires_grad=True)
     stages = Given(grouped=True, residual_gate=w, dropout_p=0.1, seed=torch.zeros(1, dtype=torch.int64))
     for rms in (False, True):
-        args = x, r, 1, w, w, 1e-5, 1.0, None, rms, *stages
-        for results in (serve("staged_row_norm", *args), row_norm_parts.staged_row_norm(lambda sums: None, *args)):
-            torch.autograd.grad(results, [x, r, w], [torch.zeros_like(y) for y in results])
+        results = serve("staged_row_norm", x, r, 1, w, w, 1e-5, 1.0, None, rms, *stages)
+        torch.autograd.grad(results, [x, r, w], [torch.zeros_like(y) for y in results])
 
 
 def activations() -> None:
@@ -269,8 +255,6 @@ def all_launches(arch: str) -> list[Launch]:
     for cols, pairs, dtype in ((128, 64, torch.bfloat16), (96, 16, torch.float16), (6, 3, torch.float64)):
         launches += recorded(partial(heads, 2, cols, pairs, dtype))
     launches += recorded(lambda: norms(3, 2048, torch.float32))
-    for cols, dtype in ((1024, torch.bfloat16), (40000, torch.bfloat16), (255, torch.float64)):
-        launches += recorded(partial(parts, 3, cols, dtype))
     for cols, dtype in ((1024, torch.bfloat16), (2520, torch.float32)):
         launches += recorded(partial(gated, 3, cols, dtype))
         launches += recorded(partial(modulated, cols, dtype))
@@ -290,14 +274,12 @@ def all_launches(arch: str) -> list[Launch]:
 
 
 def each_kernel(arch: str) -> list[Launch]:
-    """One launch of each kernel, and of each that loops over a row, makes codes, sums columns or joins parts."""
+    """One launch of each kernel, and of each that loops over a row, makes codes or sums columns."""
     found: dict[Any, Launch] = {}
     for rows, cols in ((48, 1024), (3, 40000)):
-        calls = [partial(each, rows, cols, torch.bfloat16) for each in (verbs, quantized, parts)]
+        calls = [partial(each, rows, cols, torch.bfloat16) for each in (verbs, quantized)]
         for launch in (launch for call in calls for launch in record(call, _DEVICES[arch])):
-            kind = (
-                getattr(launch.constants, name, "") for name in ("looped", "codes", "columns", "joined", "backward")
-            )
+            kind = (getattr(launch.constants, name, "") for name in ("looped", "codes", "columns", "backward"))
             found.setdefault((launch.kernel, *map(bool, kind)), launch)
     for launch in record(partial(heads, 2, 128, 64, torch.bfloat16), _DEVICES[arch]):
         found.setdefault((launch.kernel, getattr(launch.constants, "backward", False)), launch)

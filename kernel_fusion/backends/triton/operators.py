@@ -17,7 +17,6 @@ from kernel_fusion.backends.triton import (  # noqa: F401
     reduce,
     rotary,
     row_norm_autograd,
-    row_norm_parts,
 )
 from kernel_fusion.backends.triton.autograd import VERBS
 from kernel_fusion.backends.triton.kernels import softmax  # noqa: F401

@@ -155,13 +155,6 @@ def norm_columns(itemsize: int) -> Plan:
     return Plan(4, 2048 // _width(itemsize), 8, resident=2)
 
 
-def norm_apply(cols: int, itemsize: int, *, warps: int) -> Plan:
-    """The plan of the second kernel of spread rows: 4096 elements for each program, half as many of float64."""
-    most = _NORM_BLOCK // _width(itemsize)
-    block, _ = _pieces(int(cols), 128, most)
-    return Plan(most // block, block, warps, looped=int(cols) > block)
-
-
 def partial_sums() -> Plan:
     """The plan of the kernel that adds partial rows: many rows of few columns."""
     return Plan(128, 16, 4)

@@ -205,23 +205,19 @@ def forward_plan(c: NormCall) -> plan.Plan:
     return plan.norm_forward(prod(c.input.shape[c.input.dim() - c.num_dims :]), c.input.dtype.itemsize)
 
 
-def launch_forward(
-    c: NormCall, results: Sequence[Tensor | None], layout: plan.Plan | None = None, **constants: Any
-) -> None:
+def launch_forward(c: NormCall, results: Sequence[Tensor | None], **constants: Any) -> None:
     """Launch the kernel of forward.
 
     Args:
         c: The arguments of the norm.
         results: y, h, the statistics and the codes, which the kernel fills; None for what it does not write.
-        layout: The plan, if programs share the columns of a row; otherwise `forward_plan` gives it.
         constants: Constants of `RowNormForward` that this call sets.
     """
     other, residual = other_row(c.stages, c.residual), c.residual is not None
     call = _operands(c, [c.input] if other is None else [c.input, other], c.input.dtype == torch.float64)
-    beside = 1 if layout is None else -(-call.cols // layout.block)
-    layout = layout or forward_plan(c)
+    layout = forward_plan(c)
     constants |= {"eps": c.eps, "has_residual": residual}
-    per_group = -(-call.numbers[0] // layout.rows) * beside
+    per_group = -(-call.numbers[0] // layout.rows)
     call.launch(row_norm_fwd, RowNormForward, layout, results, per_group, **constants)
 
 
@@ -264,19 +260,18 @@ class Backward(NamedTuple):
         """The fields one by one, as the operator takes them."""
         return *self[:-1], *self.stages
 
-    def require(self, operator: str, wants: Sequence[bool], *dtypes: torch.dtype | None, shifted: bool = False) -> None:
+    def require(self, operator: str, wants: Sequence[bool], *dtypes: torch.dtype | None) -> None:
         """Raise an error that names `operator` unless the kernels take this call.
 
         Args:
             operator: The name of the operator.
             wants: Which of the five gradients are wanted.
             dtypes: The types of gradients that kernels must be able to write.
-            shifted: Whether the statistics hold a number of each row that is subtracted first.
         """
         s, h = self.stages, self.h
         takes = _takes(self, h, [self.dy, self.dh, self.x], self.stored)
         takes = takes and {*dtypes} <= {None, *checks.FLOATING} and len(wants) == 5
-        takes = takes and _are_statistics(self.stats, h, self.num_dims, (1 if self.rms else 2) + shifted)
+        takes = takes and _are_statistics(self.stats, h, self.num_dims, 1 if self.rms else 2)
         takes = takes and (s.residual_gate is None or self.x is not None)
         tensors = [self.dy, self.dh, h, self.x, self.stats, self.weight, self.bias]
         require(operator, [*tensors, *(getattr(s, name) for name in TENSORS)], takes)
@@ -290,13 +285,12 @@ class Backward(NamedTuple):
         dh = None if self.dh is None else self.dh.contiguous()
         return found._replace(read=[*found.read, dh, self.stats])
 
-    def launch(self, results: Sequence[Tensor], wants: Sequence[bool], **parts: Any) -> None:
+    def launch(self, results: Sequence[Tensor], wants: Sequence[bool]) -> None:
         """Launch the kernels.
 
         Args:
             results: The tensors for dx, the other row's gradient, dweight, dbias and dgate.
             wants: Which of them are wanted, and filled.
-            parts: Constants of `RowNormBackward` for rows that are parts of longer ones.
         """
         call, device = self.operands(), plan.device_of(self.h.device)
         count, staged = call.numbers[0], around(call.constants)
@@ -307,7 +301,7 @@ class Backward(NamedTuple):
         partials = self._partials(programs * call.groups * call.cols, wants)
         if wants[0] or wants[1] or whole:
             asked = [*wants[:2], *(whole and wanted for wanted in wants[2:])]
-            compiled = parts | dict(zip(_GRADIENTS, asked, strict=True))
+            compiled = dict(zip(_GRADIENTS, asked, strict=True))
             per_group = programs if whole else -(-count // layout.rows)
             registers = None if staged else device.registers_of(layout)
             filled = *results[:2], *partials
@@ -315,15 +309,15 @@ class Backward(NamedTuple):
         if whole:
             _add_up(partials, programs, results, wants, possible(call.groups > 1))
         elif any(wants[2:]):
-            self.sum_columns(call, results, wants, **parts)
+            self.sum_columns(call, results, wants)
 
-    def sum_columns(self, call: Operands, results: Sequence[Tensor], wants: Sequence[bool], **parts: Any) -> None:
+    def sum_columns(self, call: Operands, results: Sequence[Tensor], wants: Sequence[bool]) -> None:
         """Launch the kernel that sums columns and does nothing else; the arguments are as for `launch`."""
         device, layout = plan.device_of(self.h.device), plan.norm_columns(self.h.dtype.itemsize)
         beside = -(-call.cols // layout.block)
         programs = device.programs(layout, call.numbers[0], beside * call.groups)
         partials = self._partials(programs * call.groups * call.cols, wants)
-        asked = parts | dict(zip(_GRADIENTS[2:], wants[2:], strict=True)) | {"columns": True, "has_dh": False}
+        asked = dict(zip(_GRADIENTS[2:], wants[2:], strict=True)) | {"columns": True, "has_dh": False}
         filled = *results[:2], *partials
         call.launch(row_norm_bwd, RowNormBackward, layout, filled, beside, programs, **asked)
         _add_up(partials, programs, results, wants, possible(call.groups > 1))

@@ -101,12 +101,7 @@ class RowNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         """Gradients of input, the other row, weight and bias."""
         (dy,) = grads
-        return gradients(ctx, dy, None if torch.is_grad_enabled() else _backward)
-
-
-# A function that returns the gradients of input, the other row, weight and bias from the bias' type, whether each
-# gradient is wanted, and the arguments of backward.
-Launch = Callable[[torch.dtype | None, list[bool], Backward], tuple[Tensor, ...]]
+        return gradients(ctx, dy)
 
 
 def keep(ctx: Any, c: NormCall, stats: Tensor) -> None:
@@ -120,39 +115,31 @@ def keep(ctx: Any, c: NormCall, stats: Tensor) -> None:
     ctx.other = 1 if at is None else FIRST + at  # where the other row stands among the arguments
 
 
-def gradients(ctx: Any, dy: Tensor, launch: Launch | None) -> tuple[Any, ...]:
-    """Return the gradients of all arguments of an autograd function whose `ctx` has what `keep` kept.
+def gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    """Return the gradients of all arguments of `RowNorm`, whose `ctx` has what `keep` kept.
 
-    Args:
-        ctx: The context of the function, whose first two arguments were y and the statistics.
-        dy: The gradient at y.
-        launch: The function that computes the gradients by kernels. None asks for the definition, whose gradients can
-            be differentiated.
+    They come from the kernels or, where they are to be differentiated, from the definition.
     """
     stats, x, weight, bias, *others = ctx.saved_tensors
     stages = ctx.call.stages._replace(**dict(zip(TENSORS, others, strict=True)))
     c = ctx.call._replace(input=x, weight=weight, bias=bias, stages=stages)
     places = [2 + place for place in (0, ctx.other, 3, 4)]  # after y and the statistics
     wants = [ctx.needs_input_grad[place] for place in places]
-    results = _differentiable(c, dy, wants) if launch is None else _of_kernels(launch, c, dy, stats, wants)
+    results = _differentiable(c, dy, wants) if torch.is_grad_enabled() else _of_kernels(c, dy, stats, wants)
     found: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
     for place, wanted, result in zip(places, wants, results, strict=True):
         found[place] = result if wanted else None
     return tuple(found)
 
 
-def _of_kernels(launch: Launch, c: NormCall, dy: Tensor, stats: Tensor, wants: list[bool]) -> tuple[Tensor, ...]:
-    """The gradients of input, the other row, weight and bias, by kernels that `launch` calls."""
+def _of_kernels(c: NormCall, dy: Tensor, stats: Tensor, wants: list[bool]) -> tuple[Tensor, ...]:
+    """The gradients of input, the other row, weight and bias, by kernels."""
     s = c.stages
     # The kernels need the bias for their formulas, or to take the groups of rows from its shape.
     reads_bias = s.grouped or s.activation != IDENTITY or other_row(s, None) is not None
     affine = c.weight, c.bias if reads_bias else None, c.weight_offset
     call = Backward(dy, None, c.input, None, stats, c.num_dims, *affine, c.rms, False, s)
-    return launch(None if c.bias is None else c.bias.dtype, wants, call)
-
-
-def _backward(bias_dtype: torch.dtype | None, wants: list[bool], call: Backward) -> tuple[Tensor, ...]:
-    """The `Launch` of rows that are whole on this rank."""
+    bias_dtype = None if c.bias is None else c.bias.dtype
     results = torch.ops.kernel_fusion.triton_row_norm_bwd(call.h.dtype, bias_dtype, [*wants, False], *call.arguments)
     return tuple(results[:4])
 

@@ -91,9 +91,6 @@ class RowNorm(Constants, Stages):
         has_weight: Whether there is a weight.
         has_bias: Whether there is a bias.
         has_residual: Whether a residual is added before the norm.
-        part: Whether the rows' other columns are on other ranks, and the kernel writes sums of rows.
-        joined: Whether they are on other ranks, and the kernel is given the sums of all ranks.
-        shifted: Whether a number of each row, near its mean, is subtracted from h before anything else.
     """
 
     rms: bool
@@ -106,9 +103,6 @@ class RowNorm(Constants, Stages):
     unit: int
     exact: bool
     has_residual: bool = False
-    part: bool = False
-    joined: bool = False
-    shifted: bool = False
     looped: bool = False
     pieces: int = 1
 

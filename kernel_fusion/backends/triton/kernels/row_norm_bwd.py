@@ -33,17 +33,7 @@ from kernel_fusion.backends.triton.kernels.row_norm_tiles import (
     write,
     write_factor,
 )
-from kernel_fusion.backends.triton.kernels.rows import (
-    load,
-    means_over_ranks,
-    of_all,
-    of_group,
-    part_of,
-    place,
-    scalar,
-    store_sums,
-    within,
-)
+from kernel_fusion.backends.triton.kernels.rows import load, of_all, of_group, place, scalar, within
 
 
 @triton.jit
@@ -53,35 +43,24 @@ def _add_pairs(a0, a1, b0, b1):
 
 
 @triton.jit
-def _row_sums(gwn, gw, C: tl.constexpr):
-    """The sums of gwn and of gw over a row, from tiles that hold sums by lanes; both cross the program at once.
+def _row_means(gwn, gw, count, each, C: tl.constexpr):
+    """E[gwn] and E[gw] of rows, from tiles that hold sums by lanes; both cross the program at once.
 
-    RMSNorm needs no sum of gw.
+    `each` is 1 / `count`. RMSNorm needs no E[gw].
     """
     if C.rms:
-        sum_gwn = tl.sum(gwn, axis=1)[:, None]
-        sum_gw = tl.zeros_like(sum_gwn)
+        mean_gwn = quotient(tl.sum(gwn, axis=1)[:, None], count, each)
+        mean_gw = tl.zeros_like(mean_gwn)
     else:
         first, second = tl.reduce((gwn, gw), 1, _add_pairs)
-        sum_gwn = first[:, None]
-        sum_gw = second[:, None]
-    return sum_gwn, sum_gw
-
-
-@triton.jit
-def _row_means(gwn, gw, count, each, C: tl.constexpr):
-    """E[gwn] and E[gw], from tiles that hold sums by lanes. `each` is 1 / `count`."""
-    sum_gwn, sum_gw = _row_sums(gwn, gw, C)
-    mean_gwn = quotient(sum_gwn, count, each)
-    mean_gw = sum_gw
-    if not C.rms:
-        mean_gw = quotient(sum_gw, count, each)
+        mean_gwn = quotient(first[:, None], count, each)
+        mean_gw = quotient(second[:, None], count, each)
     return mean_gwn, mean_gw
 
 
 @triton.jit
 def _long_rows(pointers, rows, col, statistics, row_mask, num_cols, count, each, C: tl.constexpr):
-    """Write dx and dother of rows that are read block by block, twice. For parts of rows, return their two sums."""
+    """Write dx and dother of rows that are read block by block, twice."""
     ROWS: tl.constexpr = C.rows
     BLOCK: tl.constexpr = C.block
     sum_gwn = tl.zeros([ROWS, BLOCK], C.acc)
@@ -92,22 +71,14 @@ def _long_rows(pointers, rows, col, statistics, row_mask, num_cols, count, each,
         n, _, _, gw, _ = gradient(pointers, rows, start, at, statistics, (row_mask & col_mask, col_mask), C)
         sum_gwn += gw * n
         sum_gw += gw
-    if C.part:
-        return _row_sums(sum_gwn, sum_gw, C)
     means = _row_means(sum_gwn, sum_gw, count, each, C)
     for start in range(0, num_cols, BLOCK):
-        _write_tile(pointers, rows, start, start + col, statistics, row_mask, means, num_cols, C)
-    return means
-
-
-@triton.jit
-def _write_tile(pointers, rows, start, at, statistics, row_mask, means, num_cols, C: tl.constexpr):
-    """Read a tile of rows whose means are known, and write its gradients."""
-    col_mask = within(at, num_cols, C.exact)
-    masks = (row_mask & col_mask, col_mask)
-    n, _, _, gw, dfactor = gradient(pointers, rows, start, at, statistics, masks, C)
-    write_factor(pointers, rows, at, dfactor, masks[0], C)
-    write(pointers, rows, start, at, n, gw, means, statistics[1], masks, C)
+        at = start + col
+        col_mask = within(at, num_cols, C.exact)
+        masks = (row_mask & col_mask, col_mask)
+        n, _, _, gw, dfactor = gradient(pointers, rows, start, at, statistics, masks, C)
+        write_factor(pointers, rows, at, dfactor, masks[0], C)
+        write(pointers, rows, start, at, n, gw, means, statistics[1], masks, C)
 
 
 @triton.jit
@@ -115,7 +86,7 @@ def _whole_rows(pointers, rows, col, statistics, row_mask, sums, num_cols, count
     """Write dx and dother of rows that registers hold.
 
     `sums` are the program's sums for dweight, dbias and dgate, each a tuple by pieces. They come back with the terms of
-    these rows added, and with them the sums of gwn and gw of each row.
+    these rows added.
     """
     PIECES: tl.constexpr = C.pieces
     dweight, dbias, dgate = sums
@@ -141,10 +112,7 @@ def _whole_rows(pointers, rows, col, statistics, row_mask, sums, num_cols, count
             sum_gw += gw
         dweight_now = dweight_now + (dweight[i] + tl.sum(g * rounded, axis=0) if C.dweight else dweight[i],)
         dbias_now = dbias_now + (dbias[i] + tl.sum(g, axis=0) if C.dbias else dbias[i],)
-    row_sums = (sum_gwn, sum_gw)
-    if C.part:
-        row_sums = _row_sums(sum_gwn, sum_gw, C)
-    elif C.dx or C.dother:
+    if C.dx or C.dother:
         means = _row_means(sum_gwn, sum_gw, count, each, C)
         for i in tl.static_range(PIECES):
             start = i * C.block
@@ -155,12 +123,12 @@ def _whole_rows(pointers, rows, col, statistics, row_mask, sums, num_cols, count
             dgate_now = dgate_now + (dgate[i] + tl.sum(of_gate, axis=0) if C.dgate else dgate[i],)
     if not C.dgate:
         dgate_now = dgate
-    return dweight_now, dbias_now, dgate_now, row_sums
+    return dweight_now, dbias_now, dgate_now
 
 
 @triton.jit
 def _rows(pointers, partials, here, lengths, strides, steps, counts, C: tl.constexpr):
-    """Write dx and dother, and partial sums of columns unless rows are looped over; for parts of rows their sums."""
+    """Write dx and dother, and partial sums of columns unless rows are looped over."""
     ROWS: tl.constexpr = C.rows
     BLOCK: tl.constexpr = C.block
     PIECES: tl.constexpr = C.pieces
@@ -186,14 +154,12 @@ def _rows(pointers, partials, here, lengths, strides, steps, counts, C: tl.const
         row, rows, row_mask = rows_at(sample, group, lengths, strides, steps, C)
         statistics = statistics_of(pointers[10], row, all_rows, row_mask, C)
         if C.looped:
-            sums = _long_rows(pointers, rows, col, statistics, row_mask, num_cols, count, each, C)
+            _long_rows(pointers, rows, col, statistics, row_mask, num_cols, count, each, C)
         else:
             kept_sums = (dweight, dbias, dgate)
-            dweight, dbias, dgate, sums = _whole_rows(
+            dweight, dbias, dgate = _whole_rows(
                 pointers, rows, col, statistics, row_mask, kept_sums, num_cols, count, each, C
             )
-        if C.part and C.dx:
-            store_sums(pointers[8], row, all_rows, num_cols, row_mask, sums, C)
     width = of_all(num_cols, groups, C)
     for i in tl.static_range(PIECES):
         at = i * BLOCK + tl.arange(0, BLOCK)
@@ -233,22 +199,6 @@ def _columns(pointers, partials, here, lengths, strides, steps, C: tl.constexpr)
     store_partials(partials, program, programs, at, (dweight, dbias, dgate), num_cols, of_all(num_cols, groups, C), C)
 
 
-@triton.jit
-def _joined(pointers, sums_ptr, here, lengths, strides, steps, C: tl.constexpr):
-    """Write dx and dother of rows whose other columns are on other ranks, from sums over all of them."""
-    num_rows = lengths[0]
-    num_cols = lengths[1]
-    number, group, groups, _ = here
-    sample, start = part_of(number, num_cols, C)
-    row, rows, row_mask = rows_at(sample, group, lengths, strides, steps, C)
-    all_rows = of_all(num_rows, groups, C)
-    statistics = statistics_of(pointers[10], row, all_rows, row_mask, C)
-    mean_gwn, mean_gw = means_over_ranks(sums_ptr, row, all_rows, row_mask, C)
-    means = (mean_gwn.to(C.acc), mean_gw.to(C.acc))
-    at = start + tl.arange(0, C.block)[None, :]
-    _write_tile(pointers, rows, start, at, statistics, row_mask, means, num_cols, C)
-
-
 # fmt: off
 @kernel()
 def row_norm_bwd(
@@ -261,14 +211,13 @@ def row_norm_bwd(
     """Write the gradients, or a part of them.
 
     `num_rows` is the number of samples, each of which has a row in every group. With C.columns, the partial sums of
-    columns alone are written. With C.part, `dx_ptr` gets the sums of gwn and gw of the rows. With C.joined,
-    `partials_ptr` has these sums, added up over the ranks, and dx and dother alone are written.
+    columns alone are written.
     """
     num_cols = col_units * C.unit
     # The division comes first, because the compiler would move an approximate one between the sums of a row.
     count = scalar(num_cols, C.acc)
     each = divide(tl.full([1, 1], 1.0, C.acc), count)
-    number, group, groups = place(per_group, C, C.joined)
+    number, group, groups = place(per_group, C)
     here = (number, group, groups, per_group)
     weight = of_group(weight_ptr, group, weight_pitch * C.unit, C)
     bias = of_group(bias_ptr, group, bias_pitch * C.unit, C)
@@ -277,11 +226,8 @@ def row_norm_bwd(
     lengths = (num_rows, num_cols, middle, inner)
     strides = ((g0, g1, g2), (h0, h1, h2), (o0, o1, o2))
     steps = (sample_step, group_step)
-    if C.joined:
-        _joined(pointers, partials_ptr, here, lengths, strides, steps, C)
+    partials = (of_group(partials_ptr, group, num_cols, C), of_group(dgate_partials_ptr, group, num_cols, C))
+    if C.columns:
+        _columns(pointers, partials, here, lengths, strides, steps, C)
     else:
-        partials = (of_group(partials_ptr, group, num_cols, C), of_group(dgate_partials_ptr, group, num_cols, C))
-        if C.columns:
-            _columns(pointers, partials, here, lengths, strides, steps, C)
-        else:
-            _rows(pointers, partials, here, lengths, strides, steps, (count, each), C)
+        _rows(pointers, partials, here, lengths, strides, steps, (count, each), C)

@@ -27,22 +27,10 @@ from kernel_fusion.backends.triton.kernels.row_norm_tiles import (
     factor,
     normalised,
     rows_at,
-    shift_of,
     store_statistics,
     weight_and_bias,
 )
-from kernel_fusion.backends.triton.kernels.rows import (
-    load,
-    means_over_ranks,
-    of_all,
-    of_group,
-    part_of,
-    place,
-    scalar,
-    store,
-    store_sums,
-    within,
-)
+from kernel_fusion.backends.triton.kernels.rows import load, of_all, of_group, place, scalar, store, within
 
 
 @triton.jit
@@ -79,8 +67,8 @@ def _moments(hs, col, num_cols, count, each, C: tl.constexpr):
 
 
 @triton.jit
-def _moments_of_long_rows(pointers, h_ptr, rows, row_mask, col, num_cols, count, each, C: tl.constexpr):
-    """Mean and variance of rows that are read block by block. If the rows are parts of longer ones, h is written."""
+def _moments_of_long_rows(pointers, rows, row_mask, col, num_cols, count, each, C: tl.constexpr):
+    """Mean and variance of rows that are read block by block."""
     ROWS: tl.constexpr = C.rows
     BLOCK: tl.constexpr = C.block
     x_row, other_row, y_row = rows
@@ -95,8 +83,6 @@ def _moments_of_long_rows(pointers, h_ptr, rows, row_mask, col, num_cols, count,
         col_mask = within(at, num_cols, C.exact)
         mask = row_mask & col_mask
         h = normalised(pointers, (x_row + at, other_row + at), at, y_row + start, (mask, col_mask), C)
-        if C.part and C.has_residual:
-            store(h_ptr, y_row + at, h, mask)
         deviation = h - center
         if not C.exact:
             deviation = tl.where(mask, deviation, 0.0)
@@ -126,13 +112,11 @@ def _finished(deviation, rstd, vectors, pointers, other, mask, C: tl.constexpr, 
 
 @triton.jit
 def _long_rows(pointers, parameters, results, rows, row_mask, col, num_cols, count, each, C: tl.constexpr):
-    """y, h, mean and rstd of rows that are read block by block, twice; for parts of rows h, mean and variance."""
+    """y, h, mean and rstd of rows that are read block by block, twice."""
     ROW: tl.constexpr = pointers[1].dtype.element_ty if C.has_residual else pointers[0].dtype.element_ty
     x_row, other_row, y_row = rows
     y_ptr, h_ptr, _ = results
-    mean, variance = _moments_of_long_rows(pointers, h_ptr, rows, row_mask, col, num_cols, count, each, C)
-    if C.part:
-        return mean, variance
+    mean, variance = _moments_of_long_rows(pointers, rows, row_mask, col, num_cols, count, each, C)
     rstd = reciprocal_sqrt(variance + C.eps)
     for start in range(0, num_cols, C.block):
         at = start + col
@@ -148,7 +132,7 @@ def _long_rows(pointers, parameters, results, rows, row_mask, col, num_cols, cou
 
 @triton.jit
 def _whole_rows(pointers, parameters, results, rows, row_mask, col, num_cols, count, each, C: tl.constexpr):
-    """y or its codes, h, mean and rstd of rows that registers hold; for parts of rows h, mean and variance."""
+    """y or its codes, h, mean and rstd of rows that registers hold."""
     ROW: tl.constexpr = pointers[1].dtype.element_ty if C.has_residual else pointers[0].dtype.element_ty
     PIECES: tl.constexpr = C.pieces
     x_row, other_row, y_row = rows
@@ -160,7 +144,7 @@ def _whole_rows(pointers, parameters, results, rows, row_mask, col, num_cols, co
         col_mask = within(at, num_cols, C.exact)
         mask = row_mask & col_mask
         h = normalised(pointers, (x_row + at, other_row + at), at, y_row + i * C.block, (mask, col_mask), C)
-        if (C.pre_activation != "identity" or C.shifted) and not C.exact:
+        if C.pre_activation != "identity" and not C.exact:
             h = tl.where(mask, h, 0.0)  # the zeros that were read beyond the row may have become another number
         hs = hs + (h,)
     if C.has_residual:  # after the last load, since no load may pass a store
@@ -168,8 +152,6 @@ def _whole_rows(pointers, parameters, results, rows, row_mask, col, num_cols, co
             at = i * C.block + col
             store(h_ptr, y_row + at, hs[i], row_mask & within(at, num_cols, C.exact))
     mean, deviations, variance = _moments(hs, col, num_cols, count, each, C)
-    if C.part:
-        return mean, variance
     rstd = reciprocal_sqrt(variance + C.eps)
     for i in tl.static_range(PIECES):
         at = i * C.block + col
@@ -190,7 +172,7 @@ def _whole_rows(pointers, parameters, results, rows, row_mask, col, num_cols, co
 
 @triton.jit
 def _rows(pointers, parameters, results, number, here, lengths, strides, counts, C: tl.constexpr):
-    """y or its codes, h and the statistics of a program's rows; for parts of rows h and sums."""
+    """y or its codes, h and the statistics of a program's rows."""
     ROWS: tl.constexpr = C.rows
     num_cols = lengths[1]
     group, all_rows, steps = here
@@ -200,51 +182,12 @@ def _rows(pointers, parameters, results, number, here, lengths, strides, counts,
     row, rows, row_mask = rows_at(sample, group, lengths, strides, steps, C)
     col = tl.arange(0, C.block)[None, :]
     written = (y_ptr, h_ptr, (codes_ptr, stats_ptr, all_rows, row))
-    pointers = pointers + (shift_of(codes_ptr, row, row_mask, C),)
     if C.looped:
         mean, rstd = _long_rows(pointers, parameters, written, rows, row_mask, col, num_cols, count, each, C)
     else:
         mean, rstd = _whole_rows(pointers, parameters, written, rows, row_mask, col, num_cols, count, each, C)
-    if C.part:
-        # Here `rstd` is the variance. In float64, moments of float32 move to zero without loss of digits.
-        wide_mean = mean.to(tl.float64)
-        number_of = count.to(tl.float64)
-        squares = (rstd.to(tl.float64) + wide_mean * wide_mean) * number_of
-        store_sums(stats_ptr, row, all_rows, num_cols, row_mask, (squares, wide_mean * number_of), C)
-    elif C.stats:
-        store_statistics(stats_ptr, row, all_rows, row_mask, (mean, rstd, mean), C)
-
-
-@triton.jit
-def _joined(pointers, parameters, results, number, here, lengths, strides, C: tl.constexpr):
-    """y and the statistics of rows whose other columns are on other ranks, from sums over all of them.
-
-    The sums take the place of h in `results`, and the shifts that of codes. The rows are loaded before the sums are
-    divided, because that branches.
-    """
-    num_cols = lengths[1]
-    group, all_rows, steps = here
-    y_ptr, sums_ptr, stats_ptr, shift_ptr = results
-    sample, start = part_of(number, num_cols, C)
-    row, rows, row_mask = rows_at(sample, group, lengths, strides, steps, C)
-    h_row, other_row, y_row = rows
-    at = start + tl.arange(0, C.block)[None, :]
-    col_mask = within(at, num_cols, C.exact)
-    mask = row_mask & col_mask
-    shift = shift_of(shift_ptr, row, row_mask, C)
-    pointers = pointers + (shift,)
-    h = normalised(pointers, (h_row + at, other_row + at), at, y_row + start, (mask, col_mask), C)
-    vectors = weight_and_bias(parameters, at, col_mask, C)
-    variance, mean = means_over_ranks(sums_ptr, row, all_rows, row_mask, C)
-    if not C.rms:
-        variance -= mean * mean
-        variance = tl.where(variance < 0.0, 0.0, variance)
-    mean = mean.to(C.acc)
-    rstd = reciprocal_sqrt(variance.to(C.acc) + C.eps)
-    ROW: tl.constexpr = pointers[0].dtype.element_ty
-    store(y_ptr, y_row + at, _finished(h - mean, rstd, vectors, pointers, other_row + at, mask, C, ROW), mask)
-    if not C.looped or start == 0:
-        store_statistics(stats_ptr, row, all_rows, row_mask, (mean, rstd, shift), C)
+    if C.stats:
+        store_statistics(stats_ptr, row, all_rows, row_mask, mean, rstd, C)
 
 
 # fmt: off
@@ -257,16 +200,14 @@ def row_norm_fwd(
     # fmt: on
     """Write y, h if there is a residual, and the statistics if C.stats.
 
-    `num_rows` is the number of samples, each of which has a row in every group. With C.part, h is written, and instead
-    of the statistics the sums of squares and of values. With C.joined, these sums over all ranks take the place of h,
-    and y follows from them. With C.shifted, the shifts take the place of codes. With C.codes, the codes of y are
+    `num_rows` is the number of samples, each of which has a row in every group. With C.codes, the codes of y are
     written, and their scales, which may be given, take the place of the statistics.
     """
     num_cols = col_units * C.unit
     # The division comes first, because the compiler would move an approximate one between the sums of a row.
     count = scalar(num_cols, C.acc)
     each = divide(tl.full([1, 1], 1.0, C.acc), count)
-    number, group, groups = place(per_group, C, C.joined)
+    number, group, groups = place(per_group, C)
     here = (group, of_all(num_rows, groups, C), (sample_step, group_step))
     weight = of_group(weight_ptr, group, weight_pitch * C.unit, C)
     parameters = (weight, of_group(bias_ptr, group, bias_pitch * C.unit, C))
@@ -274,7 +215,4 @@ def row_norm_fwd(
     results = (y_ptr, h_ptr, stats_ptr, codes_ptr)
     lengths = (num_rows, num_cols, middle, inner)
     strides = ((x0, x1, x2), (o0, o1, o2))
-    if C.joined:
-        _joined(pointers, parameters, results, number, here, lengths, strides, C)
-    else:
-        _rows(pointers, parameters, results, number, here, lengths, strides, (count, each), C)
+    _rows(pointers, parameters, results, number, here, lengths, strides, (count, each), C)

@@ -42,13 +42,12 @@ def before_gate(x_ptr, seed_ptr, offset, position, mask, C: tl.constexpr):
 
 @triton.jit
 def normalised(pointers, offsets, at, position, masks, C: tl.constexpr):
-    """The tile of h, which the norm normalises, in the compute type, less the rows' shift if C.shifted.
+    """The tile of h, which the norm normalises, in the compute type.
 
-    `pointers` are those of x, the other row, the seed and the residual's gate, and last the shift itself. `offsets` are
-    those of the tile in x and in the other row. `at` are the tile's columns, and `masks` say which elements and which
-    columns exist.
+    `pointers` are those of x, the other row, the seed and the residual's gate. `offsets` are those of the tile in x and
+    in the other row. `at` are the tile's columns, and `masks` say which elements and which columns exist.
     """
-    x_ptr, other_ptr, seed_ptr, gate_ptr, shift = pointers
+    x_ptr, other_ptr, seed_ptr, gate_ptr = pointers
     mask, col_mask = masks
     h = before_gate(x_ptr, seed_ptr, offsets[0], position, mask, C)
     if C.has_residual:
@@ -58,8 +57,6 @@ def normalised(pointers, offsets, at, position, masks, C: tl.constexpr):
         h = h.to(other_ptr.dtype.element_ty).to(C.acc)
     if C.first_factor:
         h = h * factor(load(other_ptr, offsets[1], mask, C.wide), C)
-    if C.shifted:
-        h = h - shift
     return h
 
 
@@ -96,24 +93,18 @@ def affine(n, vectors, C: tl.constexpr, ROW: tl.constexpr):
 
 
 @triton.jit
-def store_statistics(ptr, row, num_rows, row_mask, statistics, C: tl.constexpr):
-    """Store mean, rstd and with C.shifted the shift of rows; each of the three lies behind the one before, of all rows.
-
-    RMSNorm has rstd alone.
-    """
-    mean, rstd, shift = statistics
+def store_statistics(ptr, row, num_rows, row_mask, mean, rstd, C: tl.constexpr):
+    """Store mean and rstd of rows; those of all rows lie behind the means of all. RMSNorm has rstd alone."""
     if C.rms:
         store(ptr, row, rstd, row_mask)
     else:
         store(ptr, row, mean, row_mask)
         store(ptr, num_rows + row, rstd, row_mask)
-        if C.shifted:
-            store(ptr, 2 * num_rows + row, shift, row_mask)
 
 
 @triton.jit
 def statistics_of(stats_ptr, row, num_rows, row_mask, C: tl.constexpr):
-    """Mean, rstd and shift of rows, as `store_statistics` wrote them.
+    """Mean and rstd of rows, as `store_statistics` wrote them.
 
     This is no part of `rows_at`, because Inductor takes a tensor that a function reads for one that the kernel writes
     if a result of that function leads to a store.
@@ -124,15 +115,7 @@ def statistics_of(stats_ptr, row, num_rows, row_mask, C: tl.constexpr):
     else:
         mean = load(stats_ptr, row, row_mask, C.wide)
         rstd = load(stats_ptr, num_rows + row, row_mask, C.wide)
-    return mean, rstd, shift_of(stats_ptr, 2 * num_rows + row, row_mask, C)
-
-
-@triton.jit
-def shift_of(ptr, offset, row_mask, C: tl.constexpr):
-    """The number of each row that is subtracted from h, at these offsets; zeros unless C.shifted."""
-    if C.shifted:
-        return load(ptr, offset, row_mask, C.wide)
-    return tl.zeros(row_mask.shape, C.acc)
+    return mean, rstd
 
 
 @triton.jit
@@ -161,12 +144,12 @@ def gradient(pointers, rows, start, at, statistics, masks, C: tl.constexpr):
     """
     dy_ptr, h_ptr, other_ptr, _, weight_ptr, bias_ptr, _, seed_ptr, _, _, _ = pointers
     dy_row, h_row, other_row, out_row = rows
-    mean, rstd, shift = statistics
+    mean, rstd = statistics
     mask, col_mask = masks
     if C.stored:
         h = load(h_ptr, h_row + at, mask, C.wide)
     else:
-        of_forward = (h_ptr, other_ptr, seed_ptr, weight_ptr, shift)  # without a residual no gate is read
+        of_forward = (h_ptr, other_ptr, seed_ptr, weight_ptr)  # without a residual no gate is read
         h = normalised(of_forward, (h_row + at, other_row + at), at, out_row + start, masks, C)
     n = (h - mean) * rstd
     g = load(dy_ptr, dy_row + at, mask, C.wide)

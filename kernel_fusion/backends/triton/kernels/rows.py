@@ -1,4 +1,4 @@
-"""The places of rows in memory, loads and stores in the type that a kernel computes in, and sums over ranks.
+"""The places of rows in memory, and loads and stores in the type that a kernel computes in.
 
 A kernel that works on rows takes a tile of C.rows rows and C.block columns at a time. A norm may have *groups* of rows,
 each with a weight and a bias of its own. All groups have as many rows, which are called their *samples*.
@@ -40,15 +40,12 @@ def tile_of_rows(num_rows, C: tl.constexpr):
 
 
 @triton.jit
-def place(per_group, C: tl.constexpr, REVERSED: tl.constexpr = False):
+def place(per_group, C: tl.constexpr):
     """The number of this program among those of its group, the group's number, and how many groups there are.
 
-    Axis 0 of the grid has `per_group` programs for each group. REVERSED counts programs from the last one, which has
-    the rows that a kernel before wrote last, so that the L2 cache still holds them.
+    Axis 0 of the grid has `per_group` programs for each group.
     """
     number = tl.program_id(0)
-    if REVERSED:
-        number = tl.num_programs(0) - 1 - number
     group = tl.full([], 0, tl.int64)
     groups = tl.full([], 1, tl.int64)
     if C.grouped:
@@ -56,18 +53,6 @@ def place(per_group, C: tl.constexpr, REVERSED: tl.constexpr = False):
         groups = (tl.num_programs(0) // per_group).to(tl.int64)
         number = number % per_group
     return number, group, groups
-
-
-@triton.jit
-def part_of(number, num_cols, C: tl.constexpr):
-    """The samples of program `number`, and the first of its columns. With C.looped, others have the other columns."""
-    ROWS: tl.constexpr = C.rows
-    start = tl.full([], 0, tl.int32)
-    if C.looped:
-        blocks = tl.cdiv(num_cols, C.block)
-        start = number % blocks * C.block
-        number = number // blocks
-    return number.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None], start
 
 
 @triton.jit
@@ -127,27 +112,3 @@ def load(ptr, offset, mask, WIDE: tl.constexpr):
 def store(ptr, offset, values, mask):
     """Store a tile at these offsets, inside the mask, rounded to the tensor's type."""
     tl.store(ptr + offset, values.to(ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def store_sums(ptr, row, num_rows, num_cols, row_mask, sums, C: tl.constexpr):
-    """Store the two sums of each row over this rank's columns; RMSNorm has one.
-
-    `ptr` gets the first sum of all rows, then the second, then the number of columns, all in float64.
-    """
-    store(ptr, row, sums[0], row_mask)
-    if not C.rms:
-        store(ptr, num_rows + row, sums[1], row_mask)
-    if tl.program_id(0) == 0:
-        tl.store(ptr + (1 if C.rms else 2) * num_rows, scalar(num_cols, tl.float64))
-
-
-@triton.jit
-def means_over_ranks(ptr, row, num_rows, row_mask, C: tl.constexpr):
-    """The two sums that `store_sums` wrote, added up over all ranks, divided by the number of all ranks' columns."""
-    first = load(ptr, row, row_mask, True)
-    second = tl.zeros_like(first)
-    if not C.rms:
-        second = load(ptr, num_rows + row, row_mask, True)
-    each = 1.0 / tl.load(ptr + (1 if C.rms else 2) * num_rows)  # last, because the division branches
-    return first * each, second * each
