@@ -211,6 +211,7 @@ def attention(device: torch.device) -> int:
     compare = Comparison(x, query, key, added)
 
     compare("softmax", lambda: kf.softmax(x), lambda: torch.softmax(x, -1))
+    compare("log_softmax", lambda: kf.log_softmax(x), lambda: torch.log_softmax(x, -1))
     compare(
         "softmax with scale and additive mask",
         lambda: kf.softmax(x, scale=0.125, mask=added),

@@ -46,7 +46,7 @@ _DEFINITION = (
     ),
     Mutant(
         "eager: gradients of a masked row are NaN", f"{_EAGER}/attention.py",
-        "torch.softmax(logits.masked_fill(dead, 0.0), -1)", "torch.softmax(logits, -1)",
+        "function(logits.masked_fill(dead, 0.0), -1)", "function(logits, -1)",
         "tests/test_oracle_softmax.py::test_a_row_with_nothing_left_is_zero",
     ),
     Mutant(
@@ -144,10 +144,8 @@ _PLANS = (
 _OF_TRITON = (
     Mutant(
         "triton: another eps", f"{_TRITON}/row_norm_fwd.py",
-        "= _moments(hs, col, num_cols, count, each, C)\n    if C.part:\n        return mean, variance\n"
-        "    rstd = reciprocal_sqrt(variance + C.eps)",
-        "= _moments(hs, col, num_cols, count, each, C)\n    if C.part:\n        return mean, variance\n"
-        "    rstd = reciprocal_sqrt(variance + 2 * C.eps)",
+        "= _moments(hs, col, num_cols, count, each, C)\n    rstd = reciprocal_sqrt(variance + C.eps)",
+        "= _moments(hs, col, num_cols, count, each, C)\n    rstd = reciprocal_sqrt(variance + 2 * C.eps)",
         "tests/test_triton.py::test_within_budget",
     ),
     Mutant(
@@ -298,7 +296,10 @@ _ON_A_GPU = (
     ),
     Mutant(
         "cuda: the mean that is kept is that of a warp", f"{_KERNELS}/row_norm_fwd.cuh",
-        "store_stats<S>(args, row.index, mean, rstd);", "store_stats<S>(args, row.index, moments.mean, rstd);",
+        "squares * kPerCol<S> + static_cast<A>(args.eps));\n"
+        "  if (S::kStats && row.live && at.leader()) store_stats<S>(args, row.index, mean, rstd);",
+        "squares * kPerCol<S> + static_cast<A>(args.eps));\n"
+        "  if (S::kStats && row.live && at.leader()) store_stats<S>(args, row.index, moments.mean, rstd);",
         "tests/test_cuda_executors.py::test_f32_weight_beside_bf16", cuda=True,
     ),
     Mutant(

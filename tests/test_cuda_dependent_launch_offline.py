@@ -77,8 +77,8 @@ _KERNELS: dict[str, tuple[Any, Any]] = {
     "softmax": (SoftmaxSpec("bf16", "b8", True), SoftmaxAccess(8, 128)),
     "softmax, streamed": (SoftmaxSpec("bf16", "b8", True), SoftmaxAccess(8, 16384)),
     "softmax, twice": (SoftmaxSpec("f64", "b8", True), SoftmaxAccess(2, 49152)),
-    "softmax_bwd": (SoftmaxBwdSpec("bf16", "bf16", "bf16"), SoftmaxAccess(8, 128)),
-    "softmax_bwd, streamed": (SoftmaxBwdSpec("bf16", "bf16", "bf16"), SoftmaxAccess(8, 16384)),
+    "softmax, backward": (SoftmaxBwdSpec("bf16", "bf16", "bf16"), SoftmaxAccess(8, 128)),
+    "softmax, backward, streamed": (SoftmaxBwdSpec("bf16", "bf16", "bf16"), SoftmaxAccess(8, 16384)),
 }
 
 
@@ -121,7 +121,12 @@ def test_no_access_before_the_wait(name: str) -> None:
 
 
 def test_every_kernel_is_looked_at() -> None:
-    """A template that the planner can name is in the list above."""
+    """A template that the planner can name is in the list above, with each kind of arguments that it takes."""
     headers = (PACKAGE / "native" / "kernels").glob("*.cuh")
-    templates = {path.stem for path in headers if re.search(rf" void {path.stem}\(const \w+Args&", path.read_text())}
-    assert {name.partition(",")[0] for name in _KERNELS} == templates
+    templates = {
+        (path.stem, args)
+        for path in headers
+        for args in re.findall(rf" void {path.stem}\(const (\w+Args)&", path.read_text())
+    }
+    sources = (planner.source_of(spec, at, planner.plan_for(spec, at, _SM90)) for spec, at in _KERNELS.values())
+    assert {(source.header, source.args) for source in sources} == templates

@@ -40,6 +40,7 @@ CALLS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "sum_squared": lambda x, y, w: kf.sum_squared(x, -1),
     "mean_abs": lambda x, y, w: kf.mean_abs(x),
     "softmax": lambda x, y, w: kf.softmax(x, mask=y),
+    "log_softmax": lambda x, y, w: kf.log_softmax(x, mask=y),
     "attention_weights": lambda x, y, w: kf.attention_scores(x, y, normalize=True),
     "ops.elementwise_add_relu": lambda x, y, w: kf.ops.elementwise_add_relu(x, y),
     "ops.elementwise_mul_tanh": lambda x, y, w: kf.ops.elementwise_mul_tanh(x, y),

@@ -38,10 +38,13 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_rows_are_for_one_kernel() -> None:
-    """Every field of a spec is a condition, by its name or in parts; codes share the plan of their y."""
+    """Every field of a spec is a condition, by its name or in parts.
+
+    Codes share the plan of their y, and a table is not asked for passes over pieces of rows.
+    """
     named = {"dtype": "x", "dx": "grads", "dweight": "grads", "dbias": "grads"}
     conditions = {named.get(name, name) for names in user_table.CONDITIONS.values() for name in names}
-    assert {field.name for field in fields(RowNormSpec)} - conditions == {"direction", "codes"}
+    assert {field.name for field in fields(RowNormSpec)} - conditions == {"direction", "codes", "passes"}
 
 
 def test_a_table_comes_back_and_counts() -> None:
@@ -57,7 +60,7 @@ def test_a_table_comes_back_and_counts() -> None:
     assert len(sources) == 2, "both would have one key in the cache"
     training = kernels(4096, "forward")[1]
     assert plan_row_norm(*training) == plan != plan_row_norm(*training[:2], KNOWN_DEVICES[90])
-    others: dict[str, Any] = {"cols": 8192, "rms": False, "x": "f16"}
+    others: dict[str, Any] = {"cols": 8192, "rms": False, "x": "f16", "passes": "second"}
     for other in (
         kernel._replace(device=KNOWN_DEVICES[90]),
         kernel._replace(access=anywhere(kernel.spec)),

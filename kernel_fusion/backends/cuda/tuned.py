@@ -39,7 +39,8 @@ class Facts:
 
     def __init__(self, spec: RowNormSpec, access: Access, device: Device, users: Table) -> None:
         self.spec, self.access, self.device, self.vec = spec, access, device, vector_of(spec)
-        self.users, self.came_from = users, dict[str, Row]()
+        # A user's rows were measured with whole rows.
+        self.users, self.came_from = users if spec.passes == "both" else {}, dict[str, Row]()
         self.itemsize, self.row_bytes = ITEMSIZE[spec.x], spec.cols * ITEMSIZE[spec.x]
         # The bytes of an element of each tensor, 0 if it is absent.
         size = {name: ITEMSIZE.get(getattr(spec, name) or "", 0) for name in (*_TENSORS, *ROWS, *VECTORS)}
