@@ -72,9 +72,10 @@ def test_trials_are_sound_and_keep_the_order(cols: int, direction: str, rms: boo
         present = trials.plans(asked, {})
         assert present == tuple(plan_row_norm(*kernel) for kernel in asked)
         first = list(trials.neighbours(asked, {}))
-        assert first
+        assert first or present[0].kernel == "row_norm_fwd_tile"  # no knob changes its plan
         assert len({present, *(trials.plans(asked, choice) for choice in first)}) == 1 + len(first)
-        for choice in [*first, *trials.neighbours(asked, first[0]), *trials.neighbours(asked, first[-1])]:
+        second = [choice for step in (*first[:1], *first[-1:]) for choice in trials.neighbours(asked, step)]
+        for choice in (*first, *second):
             for (spec, access, device), plan, own in zip(asked, trials.plans(asked, choice), present, strict=True):
                 assert plan.order(spec) == own.order(spec)
                 assert_sound(spec, access, plan, device)
