@@ -162,7 +162,7 @@ def _check_length(device: str, cols: int) -> None:
         torch.testing.assert_close(whole(one), other, rtol=1e-4, atol=1e-4)
 
 
-# Grid rationale. Of the CUDA kernels: several rows in a warp, single elements, rows of a block, and of a cluster.
+# Grid rationale. The CUDA kernels take several rows to a warp, single elements, a block to a row, and a cluster.
 @pytest.mark.parametrize("cols", [64, 510, 8192, 8198, 65536])
 def test_lengths(ranks: Ranks, cols: int) -> None:
     """Parts of every length give the numbers of the whole rows, in both directions."""

@@ -224,7 +224,7 @@ def test_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_few_files_name_an_operation() -> None:
-    """What an operation of rows needs stands in few files; the word softmax tells which it takes."""
+    """An operation of rows stands in few files, which are counted by the word softmax."""
     kinds = ("*.py", "*.h", "*.cpp", "*.cuh")
     named = [path for kind in kinds for path in PACKAGE.rglob(kind) if re.search(r"\bsoftmax\b", path.read_text())]
     assert len(named) <= 16, sorted(str(path.relative_to(PACKAGE)) for path in named)

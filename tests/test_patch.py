@@ -226,7 +226,7 @@ def test_what_liger_replaced_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _Driver:
-    """What Triton has for its driver where there is no GPU."""
+    """Triton's driver, as it is where there is no GPU: asking for it raises."""
 
     @property
     def active(self) -> float:

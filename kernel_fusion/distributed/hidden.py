@@ -124,7 +124,7 @@ def _checked(c: NormCall) -> NormCall:
 
 
 def _before_norm(c: NormCall) -> tuple[Tensor, Tensor, Stages]:
-    """What is normalised, the second result (both as backends/eager/row_norm.py defines them), and the stages."""
+    """Return the rows that are normalised and the second result, as eager defines them, and the stages around."""
     input, residual = c.input, c.residual
     wide, around = compute_dtype(input.dtype), Stages(**compiled_in(c.stages._asdict()))
     s = rows_in(wide, c.stages)

@@ -214,7 +214,7 @@ def source(function: types.FunctionType) -> str:
 
 
 def value_of(text: str | None, function: types.FunctionType, module: nn.Module | None) -> Any:
-    """What an expression in a method of this module stands for, or in a function if there is no module; or UNKNOWN.
+    """Return the value of an expression in a method of this module, or in a function without a module; or UNKNOWN.
 
     The expression may use attributes of the module, and names of the function's file and of enclosing functions. One
     with a call is unknown, since the call might have an effect, and so is one with a name that the function binds.

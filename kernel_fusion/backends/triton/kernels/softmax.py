@@ -154,7 +154,7 @@ def softmax_fwd(
 
 @triton.jit
 def _terms(dy, y, C: tl.constexpr):
-    """What backward sums over a row: dy * y or, for the logarithm, dy of the elements that are not left out."""
+    """Return the terms of backward's sum over a row: dy * y or, for the logarithm, dy of what is not left out."""
     if not C.log:
         return dy * y
     return tl.where(y == C.nothing, 0.0, dy) if C.leaves_out else dy
