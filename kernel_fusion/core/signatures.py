@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from kernel_fusion.core import fields, stages
+from kernel_fusion.core import stages
 from kernel_fusion.core.fields import Names
-from kernel_fusion.core.other_specs import SoftmaxBwdSpec, SoftmaxSpec
 from kernel_fusion.core.spec import PASSES
 
 # What an argument is for the rows of the result:
@@ -99,11 +98,6 @@ def _options(text: str, **choices: Sequence[str]) -> tuple[Argument, ...]:
     return tuple(found)
 
 
-def _flags(spec: type, *others: str) -> tuple[Argument, ...]:
-    """The flags of what kernels are compiled for, as arguments that are false by default, except for `others`."""
-    return tuple(Argument("bool", name, default="False") for name in fields.flags(spec) if name not in others)
-
-
 def _of_stage(given: stages.Argument) -> Argument:
     kinds: dict[Any, Kind] = {"row": "rows", "vector": "vector", "seed": "place"}
     is_name = isinstance(given.kind, Names)
@@ -179,8 +173,7 @@ _VERBS = (
         (
             *_rows("input"),
             Argument("Tensor?", "mask", "mask"),
-            *_options("float scale, bool causal"),
-            *_flags(SoftmaxSpec, "causal", "scaled"),
+            *_options("float scale, bool causal, bool log=False"),
         ),
         row_dims=lambda call: 1 + call["causal"],
         like="input",
@@ -219,7 +212,9 @@ _PARTS = (
     # `bits` say which of two slopes each element has. Backward takes them, or a result that determines the slope.
     Operator("pointwise_fwd", (*_rows("a"), *_CHAIN), ("y", "bits")),
     Operator("pointwise_bwd", (*_rows("dy", "a"), *_CHAIN, *_options("bool[2] output_mask")), ("da", "db")),
-    Operator("softmax_bwd", (*_rows("dy", "y"), *_options("float scale"), *_flags(SoftmaxBwdSpec)), like="y"),
+    Operator(
+        "softmax_bwd", (*_rows("dy", "y"), *_options("float scale, bool leaves_out=False, bool log=False")), like="y"
+    ),
     # With a norm, backward computes the statistics again.
     Operator(
         "qk_norm_rope_bwd",
