@@ -16,6 +16,7 @@ asm(".symver dlopen, dlopen" FIRST
     ".symver dlsym, dlsym" FIRST
     ".symver dlerror, dlerror" FIRST
     ".symver exp, exp" FIRST
+    ".symver log, log" FIRST
     ".symver pthread_rwlock_rdlock, pthread_rwlock_rdlock" FIRST
     ".symver pthread_rwlock_wrlock, pthread_rwlock_wrlock" FIRST
     ".symver pthread_rwlock_unlock, pthread_rwlock_unlock" FIRST
