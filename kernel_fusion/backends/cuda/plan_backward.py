@@ -9,6 +9,7 @@ from functools import partial
 from kernel_fusion.backends.cuda.plan import Plan, Ring, direct_plan, pace_of, streamed_plan
 from kernel_fusion.backends.cuda.tree import MAX_BLOCK_WARPS, MAX_CLUSTER, Tree, ceil_div, power_of_two, spread_row
 from kernel_fusion.backends.cuda.tuned import Facts
+from kernel_fusion.core.activations import IDENTITY
 from kernel_fusion.core.spec import ITEMSIZE
 
 # The bytes of x per thread. Each element needs two accumulators, so 16 elements take 32 of 128 registers. Wider
@@ -165,7 +166,9 @@ def _direct(facts: Facts, planned_bytes: int) -> Plan:
         sums = "registers" if wants_sums else no_sums
         return replace(plan, sums=sums, variant="next" if next_row else "", shared_bytes=table, keeps=keeps)
     # Sums move to shared memory if they fit there. Without them, registers hold twice as many elements.
-    resident = thread_bytes <= 2 * planned_bytes and elements <= facts.tuned("held_elements", 24)
+    # An activation of x needs registers of two elements.
+    most = 24 if spec.pre_activation == IDENTITY else 22
+    resident = thread_bytes <= 2 * planned_bytes and elements <= facts.tuned("held_elements", most)
     resident = resident and tree.cluster <= MAX_CLUSTER and (held <= _MAX_HELD or not spec.has_stages)
     plan = replace(plan, variant="" if resident else "again")
     shared = plan.threads * sums_bytes
