@@ -210,6 +210,13 @@ def attention(device: torch.device) -> int:
     keep = torch.ones(ROWS, ROWS, dtype=torch.bool, device=device).tril()  # True keeps
     compare = Comparison(x, query, key, added)
 
+    compare(
+        "group_norm, activation",
+        lambda: kf.group_norm(x, 8, added[0], activation="silu"),
+        lambda: F.silu(F.group_norm(x, 8, added[0])),
+    )
+    module = kf.FusedGroupNorm(8, ROWS, device=device)
+    compare("FusedGroupNorm", lambda: module(x), lambda: F.group_norm(x, 8))
     compare("softmax", lambda: kf.softmax(x), lambda: torch.softmax(x, -1))
     compare("log_softmax", lambda: kf.log_softmax(x), lambda: torch.log_softmax(x, -1))
     compare(

@@ -26,6 +26,7 @@ from torch import Tensor
 from kernel_fusion.backends import eager
 from kernel_fusion.core import arguments
 from kernel_fusion.core.activations import formula
+from kernel_fusion.core.group_norm import spread
 from kernel_fusion.operators import loader
 
 Arguments = dict[str, Any]
@@ -175,6 +176,14 @@ def right_calls(device: str, heads: tuple[int, int, int] = (2, 4, 3)) -> dict[st
     rotary = {"query": query, "key": key, "query_weight": w, "key_weight": b, **tables, "eps": 1e-5, **options}
     rotary_calls = [rotary, rotary | bare | {"key": None}]
     given = {"dy": _randn(device, *of_query), "dy_key": _randn(device, *of_key)}
+    image, of_channels = _randn(device, 2, 6, 5), {"weight": w, "bias": b}
+    add, scale, shift = (_randn(device, 2, 6) for _ in range(3))
+    modulated = {"add": add, "scale": scale, "shift": shift, "scale_offset": 0.5, "activation": "silu"}
+    groups = {"input": image, "num_groups": 3, **of_channels, **modulated, "eps": 1e-5, "out_dtype": None}
+    group_norm = [groups, groups | dict.fromkeys(("weight", "bias", "add", "scale", "shift"))]
+    moments = torch.stack([image.view(2, 3, 10).mean(-1), image.view(2, 3, 10).var(-1).rsqrt()])
+    groups_bwd = {"dy": _randn(device, 2, 6, 5), "input": image, "stats": moments, "num_groups": 3, **of_channels,
+                  **modulated, "output_mask": [True] * 6}  # fmt: skip
     codes = [
         {"dtype": torch.float8_e4m3fn, "scale": None, "block": 128, "keeps": True},
         {"dtype": torch.int8, "scale": torch.tensor([0.02], device=device), "block": 0, "keeps": False},
@@ -198,6 +207,8 @@ def right_calls(device: str, heads: tuple[int, int, int] = (2, 4, 3)) -> dict[st
             given | rotary | {"output_mask": [True] * 4},
             given | rotary | bare | {"query": None, "key": None, "output_mask": [True, True, False, False]},
         ],
+        **dict.fromkeys(("group_norm", "group_norm_reference", "group_norm_fwd"), group_norm),
+        "group_norm_bwd": [groups_bwd],
         "softmax_bwd": [
             {"dy": dy, "y": y, "scale": 0.5, "leaves_out": True, "log": False},
             {"dy": dy, "y": y.log().masked_fill(~keep, -torch.inf), "scale": 0.5, "leaves_out": True, "log": True},
@@ -358,6 +369,52 @@ def _softmax_bwd(dy: Tensor, y: Tensor, scale: float, leaves_out: bool, log: boo
     return dx.masked_fill(gone, 0.0)
 
 
+def _per_group(t: Tensor, like: Tensor) -> Tensor:
+    """Numbers of groups, (samples, groups), for each element."""
+    depth = like.shape[1] // t.shape[1]
+    return t.double().repeat_interleave(depth, 1)[(..., *(None,) * (like.dim() - 2))]
+
+
+def _group_norm_fwd(**call: Any) -> tuple[Tensor, ...]:
+    y = torch.ops.kernel_fusion.group_norm_reference(**call)
+    x, add = call["input"].double(), call["add"]
+    u = x if add is None else x + spread(add.double(), x.dim())
+    rows = u.unflatten(1, (call["num_groups"], -1)).flatten(2)
+    if not rows.isfinite().all():
+        raise NotImplementedError
+    return y, torch.stack([rows.mean(-1), (rows.var(-1, correction=0) + call["eps"]).rsqrt()])
+
+
+def _group_norm_bwd(dy: Tensor, input: Tensor, stats: Tensor, num_groups: int, **call: Any) -> tuple[Any, ...]:
+    """The formula, from the given statistics."""
+    names = ("weight", "bias", "add", "scale", "shift")
+    given = {n: None if call[n] is None else call[n].double().detach().requires_grad_() for n in names}
+    weight, bias, add, scale, shift = given.values()
+    x, positions = input.double(), tuple(range(2, input.dim()))
+    u = x if add is None else x + spread(add.detach(), x.dim())
+    mean, rstd = (_per_group(t, x) for t in stats)
+    xhat = ((u - mean) * rstd).requires_grad_()
+    of_channels = (-1, *[1] * len(positions))
+    n = xhat if weight is None else xhat * weight.reshape(of_channels)
+    n = n if bias is None else n + bias.reshape(of_channels)
+    n = n if scale is None else n * (spread(scale, x.dim()) + call["scale_offset"])
+    z = n if shift is None else n + spread(shift, x.dim())
+    leaves = [xhat, *(t for t in (weight, bias, scale, shift) if t is not None)]
+    found = dict(
+        zip(map(id, leaves), torch.autograd.grad(formula(call["activation"])(z), leaves, dy.double()), strict=True)
+    )
+    g = found[id(xhat)]
+
+    def mean_of(t: Tensor) -> Tensor:
+        return _per_group(t.unflatten(1, (num_groups, -1)).flatten(2).mean(-1), t)
+
+    dx = rstd * (g - mean_of(g) - xhat.detach() * mean_of(g * xhat.detach()))
+    gradients = [dx, *(found.get(id(t)) for t in (weight, bias)), dx.sum(positions) if positions else dx]
+    gradients += [found.get(id(t)) for t in (scale, shift)]
+    present = [True, *(t is not None for t in given.values())]
+    return tuple(t if p and w else None for t, p, w in zip(gradients, present, call["output_mask"], strict=True))
+
+
 def _qk_norm_rope_bwd(dy: Tensor, dy_key: Any, query: Any, key: Any, **call: Any) -> tuple[Any, ...]:
     wants = call.pop("output_mask", None) or call.pop("wants")
     if call["eps"] is None:
@@ -407,6 +464,8 @@ _DEFINITIONS: dict[str, Callable[..., Any]] = {
     "row_norm_bwd": _row_norm_bwd,
     "pointwise_bwd": _pointwise_bwd,
     "softmax_bwd": _softmax_bwd,
+    "group_norm_fwd": _group_norm_fwd,
+    "group_norm_bwd": _group_norm_bwd,
     "qk_norm_rope_fwd": lambda **call: torch.ops.kernel_fusion.qk_norm_rope_reference(**call),
     "qk_norm_rope_on_gpu": lambda **call: torch.ops.kernel_fusion.qk_norm_rope_reference(**call),
     "qk_norm_rope_bwd": _qk_norm_rope_bwd,

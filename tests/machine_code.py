@@ -32,6 +32,7 @@ _GRIDS: dict[str, Callable[[int], Iterator[Kernel]]] = {
     "norms": norms._norms,
     "staged": norms._staged_norms,
     "codes": norms._norms_with_codes,
+    "groups": lambda _: families._group_norm_kernels(),
     "pointwise": lambda _: families._pointwise_kernels(),
     "reductions": lambda _: families._reduce_kernels(),
     "rotary": lambda _: families._rotary_kernels(),

@@ -170,7 +170,8 @@ def test_verify_passes_on_the_cpu() -> None:
     assert result.exit_code == 0, result.output
     last = result.stdout.strip().splitlines()[-1]
     assert int(re.fullmatch(r"(\d+) passed, 0 failed", last)[1]) > 1000
-    grid = {(case.verb, shown_dtype(case.dtype)) for case in verify_module.cases(True)}
+    of_cpu = [case for case in verify_module.cases(True) if not checks.without_kernels(case.verb, "cpu")]
+    grid = {(case.verb, shown_dtype(case.dtype)) for case in of_cpu}
     lines = re.findall(r"^ (\w+) +(\w+) +\d+ +0\.\d{3} +\w+ +pass", result.stdout, re.MULTILINE)
     assert set(lines) == grid
     assert len(lines) == len(grid)

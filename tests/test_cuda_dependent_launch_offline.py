@@ -14,6 +14,8 @@ from support import PACKAGE
 from kernel_fusion.backends.cuda import planner
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES
 from kernel_fusion.core.other_specs import (
+    GroupNormAccess,
+    GroupNormSpec,
     PointwiseAccess,
     PointwiseSpec,
     QuantizeAccess,
@@ -64,6 +66,9 @@ _KERNELS: dict[str, tuple[Any, Any]] = {
     "pointwise": (PointwiseSpec(**_CHAIN, y="bf16"), PointwiseAccess(1, 8)),
     "pointwise_bwd": (_GRADIENTS, PointwiseAccess(1, 8)),
     "pointwise_bwd_columns": (_GRADIENTS, PointwiseAccess(1, 8, lanes=32)),
+    "group_norm": (GroupNormSpec("row", "bf16", "bf16", "bf16", add="bf16"), GroupNormAccess(8)),
+    "group_norm, moments": (GroupNormSpec("moments", "bf16", channels_last=True), GroupNormAccess(8)),
+    "group_norm_bwd": (GroupNormSpec("dx", "bf16", "bf16", activation="silu"), GroupNormAccess(8)),
     "reduce_rows": (ReduceSpec("square", "bf16", "f32", "f32"), ReduceAccess(capacity=128)),
     "reduce_columns": (ReduceSpec("square", "bf16", "f32", "f32"), ReduceAccess(8, lanes=16, threads=256)),
     "row_norm_fwd, codes": _norm("inference", 4096, rms=True, codes=Codes("float8_e4m3fn", "given")),

@@ -27,6 +27,8 @@ from kernel_fusion.config import cxx_compiler
 from kernel_fusion.core.activations import CODES
 from kernel_fusion.core.fields import kinds
 from kernel_fusion.core.other_specs import (
+    GroupNormAccess,
+    GroupNormSpec,
     Operand,
     PointwiseAccess,
     PointwiseSpec,
@@ -46,6 +48,7 @@ from kernel_fusion.core.spec import BITS, ITEMSIZE
 
 _DTYPES = ("f32", "bf16", "f16", "f64")
 CODE_TYPES = kinds(Codes)["code"].names
+_GROUP_STEPS = kinds(GroupNormSpec)["step"].names
 _SM90 = KNOWN_DEVICES[90]
 
 
@@ -160,6 +163,26 @@ def _rotary_kernels() -> Iterator[Kernel]:
             yield replace(normed, key_weight=other, angles=other, backward=True, sums=True), lie
 
 
+# Grid rationale. Every step in both memory formats, with all that may stand around a norm beside a costly activation,
+# and with nothing; whole vectors and single elements; lines of some lanes and of a whole block.
+_AROUND = ("weight", "bias", "add", "scale", "shift")
+
+
+def _group_norm_kernels() -> Iterator[Kernel]:
+    for step, t, last, whole, full in product(_GROUP_STEPS, _DTYPES, *[(False, True)] * 3):
+        if last and step.startswith("row"):
+            continue
+        around = dict.fromkeys(_AROUND, t if t == "f64" else "f32") if full else {}
+        sums = full and step in ("row_bwd", "sums", "finish_bwd")
+        spec = GroupNormSpec(
+            step, t, t, **around, activation="gelu" if full else "silu", channels_last=last, sums_x=sums
+        )
+        vec, threads = _vec(t) if whole else 1, 512 if step.startswith("row") else 256
+        align = vec * ITEMSIZE[t]
+        yield spec, GroupNormAccess(vec, 16 if last else threads, threads, align, align)
+        yield spec, GroupNormAccess(vec, 32, threads, align, align)
+
+
 # Grid rationale. Rows in part of a warp, in one, in several, and too long for registers; in vectors of whole blocks of
 # columns and of single elements.
 def _quantize_kernels() -> Iterator[Kernel]:
@@ -207,7 +230,15 @@ def test_rows_that_are_not_whole_vectors(repeats: bool) -> None:
 
 @each_strength
 @pytest.mark.parametrize(
-    "grid", [_pointwise_kernels, _quantize_kernels, _reduce_kernels, _rotary_kernels, _softmax_kernels]
+    "grid",
+    [
+        _group_norm_kernels,
+        _pointwise_kernels,
+        _quantize_kernels,
+        _reduce_kernels,
+        _rotary_kernels,
+        _softmax_kernels,
+    ],
 )
 def test_no_kernel_spills(grid: Callable[[], Iterator[Kernel]], strength: int) -> None:
     """Kernels with every pair of values, an architecture of each generation among these, keep all in registers."""

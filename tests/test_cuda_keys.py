@@ -17,6 +17,8 @@ from kernel_fusion.backends.cuda.source import Launch
 from kernel_fusion.config import cxx_compiler
 from kernel_fusion.core.fields import Several, is_struct, kinds, literal, numbers
 from kernel_fusion.core.other_specs import (
+    GroupNormAccess,
+    GroupNormSpec,
     Operand,
     PointwiseAccess,
     PointwiseSpec,
@@ -58,6 +60,11 @@ KEYS: dict[str, tuple[Any, Any]] = {
         Access(),
     ),
     "sum_partials": (SumPartialsSpec(96, "f32", "bf16", None), Access()),
+    "group_norm": (
+        GroupNormSpec("apply", "bf16", "f32", "f16", add="bf16", activation="silu", channels_last=True),
+        GroupNormAccess(8, 16, 256, 8, 16),
+    ),
+    "group_norm_bwd": (GroupNormSpec("row_bwd", "f32", "f32", scale="bf16", sums_x=True), GroupNormAccess(1, 64, 128)),
     "pointwise": (
         PointwiseSpec("gate", "silu", True, "bf16", "f32", y="bf16"),
         PointwiseAccess(2, 8, (*(Operand(),) * 4, Operand("strided", 4)), divisor=2, repeats=True),

@@ -88,6 +88,23 @@ def test_samples_and_their_rows_stay(ranks: Ranks) -> None:
     ranks(_check_samples)
 
 
+def _check_images(device: str) -> None:
+    plain = [torch.randn(*shape, device=device) for shape in ((5, 6, 3, 4), (6,), (5, 6))]
+    spreads = [spread(t, p) for t, p in zip(plain, (Shard(0), Replicate(), Shard(0)), strict=True)]
+    made = []
+    for tensors in (spreads, plain):
+        x, weight, embedding = leaves = [t.requires_grad_() for t in tensors]
+        y = kf.group_norm(x, 2, weight, add=embedding, activation="silu")
+        made.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
+    for one, other in zip(*made, strict=True):
+        torch.testing.assert_close(whole(one), other)
+
+
+def test_samples_of_images_stay(ranks: Ranks) -> None:
+    """A group norm of a batch that is spread is that of the whole, with all gradients."""
+    ranks(_check_images)
+
+
 def _check_single(device: str) -> None:
     plain = [torch.randn(*shape, device=device) for shape in ((4, 3, _COLS), (4, 1, _COLS), (1, _COLS))]
     spreads = [spread(t, Shard(d)) for t, d in zip(plain, (0, 1, 0), strict=True)]

@@ -22,6 +22,7 @@ from torch import Tensor
 import kernel_fusion as kf
 from kernel_fusion.cli.common import console, progress_bar, resolve_backend, resolve_device, show, shown_dtype
 from kernel_fusion.cli.table import Table
+from kernel_fusion.core import checks
 from kernel_fusion.testing import oracle
 from kernel_fusion.testing.cases import cases, training_cases
 from kernel_fusion.testing.launches import kernels_must_run
@@ -63,6 +64,7 @@ def verify(
     out.print(f"backend {name!r} on {target}, PyTorch {torch.__version__}")
     # Apple's GPUs have no float64.
     grid = [case for case in cases(quick) if target.type != "mps" or case.dtype != torch.float64]
+    grid = [case for case in grid if not checks.without_kernels(case.verb, name)]
     verdicts = list(_attempts(grid, partial(_compare, device=target, backend=name), "forward and backward"))
     compare = partial(_compare_step, device=target, backend=name)
     steps = list(_attempts(training_cases(quick), compare, "training steps"))

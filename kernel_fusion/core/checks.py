@@ -29,6 +29,7 @@ CONDITIONS = {
 # The reason that a backend lacks a function or an option.
 WITHOUT_KERNELS = {
     "group": dict.fromkeys(("triton", "cpu"), "it has no kernels for rows that are spread over ranks"),
+    "group_norm": dict.fromkeys(("triton", "cpu"), "it has no kernels for group norms"),
 }
 
 
@@ -129,9 +130,7 @@ def row_norm(
     out_dtype: torch.dtype | None,
 ) -> None:
     """Raise unless devices and dtypes fit; `weight_offset` needs a weight."""
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is not None:
-            _check_companion(verb, name, parameter, input)
+    companions(verb, input, weight=weight, bias=bias)
     _check_mix(verb, "out_dtype", out_dtype, input.dtype)
     if weight is None and weight_offset != 0.0:
         raise refusal(verb, "weight_offset", "weight", f", got weight_offset={weight_offset} without one")
@@ -145,8 +144,14 @@ def staged_row_norm(c: NormCall) -> None:
     row_norm(verb, c.input, c.weight, c.bias, c.weight_offset, c.out_dtype)
     for name, row in rows.items():
         other_row(verb, name, c.input, row)
-    if c.stages.residual_gate is not None:
-        _check_companion(verb, "residual_gate", c.stages.residual_gate, c.input)
+    companions(verb, c.input, residual_gate=c.stages.residual_gate)
+
+
+def companions(verb: str, input: Tensor, **others: Tensor | None) -> None:
+    """Raise unless the others, by name, have the input's device, and dtypes that may be mixed with its dtype."""
+    for name, other in others.items():
+        if other is not None:
+            _check_companion(verb, name, other, input)
 
 
 def other_row(verb: str, argument: str, input: Tensor, other: Tensor | None) -> None:
@@ -233,6 +238,8 @@ DTYPE: _Kind = ("a torch.dtype or None", lambda v: v is None or isinstance(v, to
 _KINDS: dict[str, _Kind] = {
     "eps": NUMBER,
     "weight_offset": NUMBER,
+    "scale_offset": NUMBER,
+    "num_groups": INT,
     "scale": NUMBER,
     "normalized_shape": ("an int or a sequence of ints", _is_size),
     "group_size": ("an int or None", lambda v: v is None or hasattr(v, "__index__")),

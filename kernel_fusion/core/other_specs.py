@@ -209,6 +209,59 @@ class SoftmaxAccess:
     mask_repeats: bool = False
 
 
+# What a kernel of a group norm makes: all of a short row; or moments of pieces, statistics, y. Then the same of
+# backward: all of a short row; or sums of pieces, the gradients of parameters, dx.
+GroupStep = Annotated[
+    str, Names("GroupStep", ("row", "moments", "finish", "apply", "row_bwd", "sums", "finish_bwd", "dx"))
+]
+
+
+@dataclass(frozen=True)
+class GroupNormSpec(ByX):
+    """A step of a group norm. Absent fields are those that it does not need.
+
+    Attributes:
+        y: in backward the dtype of dy.
+        channels_last: whether a position's channels lie together, not a channel's positions.
+        sums_x: whether backward needs the sums of the normalised input, for the gradient of `add`.
+    """
+
+    step: GroupStep
+    x: Dtype
+    y: Dtype | None = None
+    weight: Dtype | None = None
+    bias: Dtype | None = None
+    add: Dtype | None = None
+    scale: Dtype | None = None
+    shift: Dtype | None = None
+    activation: Activation = IDENTITY
+    channels_last: bool = False
+    sums_x: bool = False
+
+    @property
+    def finest(self) -> str:
+        """The most precise dtype of the gradients."""
+        return most_precise(self.x, self.weight, self.bias, self.add, self.scale, self.shift)
+
+
+@dataclass(frozen=True)
+class GroupNormAccess:
+    """How the tensors of a group norm lie, and who reads them.
+
+    Attributes:
+        vec: divides the positions of a channel or, with channels last, the channels.
+        lanes: the threads of a line (kernels/group_norm.cuh).
+        align: of x and dx.
+        align_out: of y and dy.
+    """
+
+    vec: int = 1
+    lanes: int = 32
+    threads: int = 256
+    align: int = VECTOR_BYTES
+    align_out: int = VECTOR_BYTES
+
+
 @dataclass(frozen=True)
 class QuantizeSpec(ByX):
     """The codes of x, or of activation(x) * other."""

@@ -154,6 +154,15 @@ _MAP = _options("bool keepdim, str kind, ScalarType? dtype", kind=("sum_squared"
 _PASSES = (*_options("str passes='both'", passes=PASSES), Argument("Tensor?", "sums", "vector", "None"))
 _CODES = (*_options("ScalarType dtype"), Argument("Tensor?", "scale", "vector"), *_options("int block"))
 
+# Tensors that a group norm reads beside its input: of the channels, or of each sample's channels, (N, C), or rows.
+_AROUND = (
+    *(Argument("Tensor?", name, "vector") for name in ("weight", "bias")),
+    *_rows("add?", "scale?", "shift?"),
+)
+_GROUPS = (*_options("int num_groups"), *_AROUND)
+_MODULATED = _options("float scale_offset, str activation", activation=stages.NAMES["activation"])
+_GROUP_NORM = (*_rows("input"), *_GROUPS, *_options("float eps"), *_MODULATED, *_options("ScalarType? out_dtype"))
+
 _VERBS = (
     Operator("layer_norm", (*_rows("input"), *_PLAIN), row_dims=_num_dims),
     Operator("rms_norm", (*_rows("input"), *_OPTIONAL_EPS), row_dims=_num_dims),
@@ -178,6 +187,8 @@ _VERBS = (
         row_dims=lambda call: 1 + call["causal"],
         like="input",
     ),
+    # Samples are independent, but must be the first dimension.
+    Operator("group_norm", _GROUP_NORM),
     # With an `eps`, each head is normalised by RMSNorm before. The results have their dimensions in the order of the
     # strides of their arguments. A token's position is its place.
     Operator("qk_norm_rope", (*_rows("query", "key?"), *_ROTARY), ("query", "key")),
@@ -214,6 +225,13 @@ _PARTS = (
     Operator("pointwise_bwd", (*_rows("dy", "a"), *_CHAIN, *_options("bool[2] output_mask")), ("da", "db")),
     Operator(
         "softmax_bwd", (*_rows("dy", "y"), *_options("float scale, bool leaves_out=False, bool log=False")), like="y"
+    ),
+    # `stats` are mean and rstd as (2, samples, groups), in the compute type.
+    Operator("group_norm_fwd", _GROUP_NORM, ("y", "stats")),
+    Operator(
+        "group_norm_bwd",
+        (*_rows("dy", "input", "stats"), *_GROUPS, *_MODULATED, *_options("bool[6] output_mask")),
+        ("dx", "dweight", "dbias", "dadd", "dscale", "dshift"),
     ),
     # With a norm, backward computes the statistics again.
     Operator(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kernel_fusion.backends import eager
 from kernel_fusion.core import checks
+from kernel_fusion.core.group_norm import GroupNorm
 from kernel_fusion.core.rotary import Rotary, problem
 from kernel_fusion.core.signatures import OPERATORS, Operator
 from kernel_fusion.core.spec import VERBS
@@ -126,5 +127,21 @@ def _qk_norm_rope(query: Tensor, key: None, weight: Tensor | None, _: None, *res
     return Call(sizes, operands, ((0, 1, 2, cols), None), frozenset((0, 1, 2)))
 
 
+def _group_norm(*args: Any) -> Call:
+    """Samples are free."""
+    c = GroupNorm(*args)
+    eager.group_norm(*(t.to("meta") if isinstance(t, Tensor) else t for t in args))  # raises where shapes don't fit
+    axes: Axes = tuple(range(c.input.dim()))
+    around = {i: t for i, t in enumerate(args[4:7], 4) if t is not None}
+    operands = {0: axes} | {i: (1,) for i in (2, 3) if args[i] is not None}
+    return Call(
+        tuple(c.input.shape), operands | {i: axes[: t.dim()] for i, t in around.items()}, (axes,), frozenset((0,))
+    )
+
+
 # The operators whose results are no rows of their first tensor.
-_RULES: dict[str, Callable[..., Call]] = {"reduce": _reduce, "qk_norm_rope": _qk_norm_rope}
+_RULES: dict[str, Callable[..., Call]] = {
+    "reduce": _reduce,
+    "qk_norm_rope": _qk_norm_rope,
+    "group_norm": _group_norm,
+}

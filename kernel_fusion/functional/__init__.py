@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from kernel_fusion.functional import attention, interop
 from kernel_fusion.functional.attention import *  # noqa: F403 - its `__all__` says what
 from kernel_fusion.functional.gated_norm import gated_layer_norm, gated_rms_norm
+from kernel_fusion.functional.group_norm import group_norm
 from kernel_fusion.functional.modulated_norm import (
     add_modulated_layer_norm,
     add_modulated_rms_norm,
@@ -39,6 +40,7 @@ __all__ = [
     "gated_act",
     "gated_layer_norm",
     "gated_rms_norm",
+    "group_norm",
     "layer_norm",
     "mean_abs",
     "modulated_layer_norm",

@@ -78,6 +78,7 @@ def explain(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     chosen = None
     for candidate in BACKENDS:
         reason = None if candidate == "eager" else obstacle(candidate, tensors)
+        reason = reason or checks.without_kernels(name, candidate)
         reason = (spread and checks.without_kernels("group", candidate)) or reason
         if reason is None and wanted not in (None, candidate):
             reason = f"{wanted!r} was requested"

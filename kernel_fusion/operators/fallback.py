@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from kernel_fusion.backends import availability, triton
+from kernel_fusion.core import checks
 from kernel_fusion.operators import schemas, vmap
 
 
@@ -20,6 +21,8 @@ def serve(verb: str, *args: Any) -> Any:
 def serve_on_gpu(verb: str, *args: Any) -> Any:
     """Triton's kernels if they run, else the definition."""
     input = args[0]
+    if checks.without_kernels(verb, "triton"):
+        return schemas.reference_call(verb, *args)
     if availability.refusal(input) is None and availability.why_not_triton(input.device) is None:
         define_triton()
         return triton.serve(verb, *args)
@@ -50,4 +53,6 @@ def take_over(device: str) -> None:
 
 def _by_triton(name: str) -> Callable[..., Any]:
     operator = schemas.overload(name)
+    if checks.without_kernels(name, "triton"):
+        return lambda *args, **kwargs: schemas.reference_call(name, *schemas.bind(operator, args, kwargs))
     return lambda *args, **kwargs: triton.serve(name, *schemas.bind(operator, args, kwargs))

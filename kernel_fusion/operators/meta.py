@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from kernel_fusion.core import arguments, signatures
+from kernel_fusion.core.group_norm import GroupNorm
+from kernel_fusion.core.group_norm import result_like as group_norm_like
 from kernel_fusion.core.quantize import empty_scales
 from kernel_fusion.core.rotary import result_like
+from kernel_fusion.core.spec import compute_dtype
 from kernel_fusion.operators.schemas import library
 
 
@@ -89,6 +92,33 @@ def qk_norm_rope_bwd(dy: Tensor, dy_key: Tensor | None, query: Tensor | None, ke
     return tuple(
         make(t) if wanted and t is not None else dy.new_empty(0)
         for (t, make), wanted in zip(like, rest[-1], strict=True)
+    )
+
+
+@_meta
+def group_norm(*args: Any) -> Tensor:
+    """As the input lies, contiguous or with channels last."""
+    c = GroupNorm(*args)
+    return group_norm_like(c.input, c.out_dtype or c.input.dtype)
+
+
+@_meta
+def group_norm_fwd(*args: Any) -> tuple[Tensor, Tensor]:
+    """The result, and the statistics of each group."""
+    c = GroupNorm(*args)
+    stats = c.input.new_empty((2, c.input.shape[0], c.num_groups), dtype=compute_dtype(c.input.dtype))
+    return group_norm(*args), stats
+
+
+@_meta
+def group_norm_bwd(dy: Tensor, input: Tensor, stats: Tensor, num_groups: int, *rest: Any) -> tuple[Tensor, ...]:
+    """The gradients that the mask, the last argument, asks for."""
+    wants = rest[-1]
+    dx = group_norm_like(input) if wants[0] else input.new_empty(0)
+    others = zip(rest[:5], wants[1:], strict=True)
+    like = [(t, wanted and t is not None) for t, wanted in others]
+    return dx, *(
+        torch.empty_like(t, memory_format=torch.contiguous_format) if there else input.new_empty(0) for t, there in like
     )
 
 

@@ -13,6 +13,7 @@ from textwrap import wrap
 from typing import Any
 
 from kernel_fusion.backends.cuda import stage_headers, sum_partials
+from kernel_fusion.backends.cuda.group_norm import GroupNormRule
 from kernel_fusion.backends.cuda.plan import Plan
 from kernel_fusion.backends.cuda.planner import KERNELS
 from kernel_fusion.backends.cuda.reduce import ReduceRule
@@ -95,7 +96,7 @@ def texts() -> dict[Path, str]:
     """The texts of the headers by their paths."""
     numbers = {spec: number for number, spec in enumerate(KERNELS)}
     keys = [_structs(owner) for spec, kernel in KERNELS.items() for owner in (spec, kernel.access)]
-    structs = [*dict.fromkeys(each for owners in keys for each in owners), ReduceRule, Launch]
+    structs = [*dict.fromkeys(each for owners in keys for each in owners), ReduceRule, GroupNormRule, Launch]
     fields = [kind for owner in (*structs, Plan, RowPlan) for kind in map(_inner, kinds(owner).values())]
     enumerations = dict.fromkeys([COUNTERS, *(kind for kind in fields if isinstance(kind, Names) and kind.cpp)])
     lists = {"KF_ACTIVATIONS": tuple(CODES), "KF_COMBINES": kinds(PointwiseSpec)["combine"].names}

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from kernel_fusion.backends.cuda import compile as compiler
-from kernel_fusion.backends.cuda import pointwise, quantize, reduce, rotary, softmax, sum_partials
+from kernel_fusion.backends.cuda import group_norm, pointwise, quantize, reduce, rotary, softmax, sum_partials
 from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.backends.cuda.plan import Plan
 from kernel_fusion.backends.cuda.row_norm_plan import plan_row_norm
@@ -23,6 +23,8 @@ from kernel_fusion.backends.cuda.source import Launch, Source
 from kernel_fusion.core.activations import IDENTITY
 from kernel_fusion.core.fields import kinds, numbers, read
 from kernel_fusion.core.other_specs import (
+    GroupNormAccess,
+    GroupNormSpec,
     PointwiseAccess,
     PointwiseSpec,
     QuantizeAccess,
@@ -38,7 +40,7 @@ from kernel_fusion.core.other_specs import (
 from kernel_fusion.core.spec import ITEMSIZE, Access, Direction, RowNormSpec, SumPartialsSpec
 
 Spec = RowNormSpec | SumPartialsSpec | PointwiseSpec | ReduceSpec | SoftmaxSpec | SoftmaxBwdSpec | RotarySpec
-Spec |= QuantizeSpec
+Spec |= QuantizeSpec | GroupNormSpec
 
 
 class Kernel(NamedTuple):
@@ -59,6 +61,7 @@ KERNELS: dict[type, Kernel] = {
     SoftmaxBwdSpec: Kernel(SoftmaxAccess, softmax.plan, softmax.source_bwd),
     RotarySpec: Kernel(RotaryAccess, rotary.plan, rotary.source),
     QuantizeSpec: Kernel(QuantizeAccess, quantize.plan, quantize.source),
+    GroupNormSpec: Kernel(GroupNormAccess, group_norm.plan, group_norm.source),
 }
 
 # `Planner` of launcher.cpp: the key, then outputs.

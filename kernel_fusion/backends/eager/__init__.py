@@ -8,6 +8,7 @@ from __future__ import annotations
 from kernel_fusion.backends.eager import attention
 from kernel_fusion.backends.eager.attention import *  # noqa: F403 - its `__all__` says what
 from kernel_fusion.backends.eager.dropout import draw_seed, dropout
+from kernel_fusion.backends.eager.group_norm import group_norm
 from kernel_fusion.backends.eager.pointwise import pointwise
 from kernel_fusion.backends.eager.quantize import quantize
 from kernel_fusion.backends.eager.reduce import reduce
@@ -19,6 +20,7 @@ __all__ = [
     "before_norm",
     "draw_seed",
     "dropout",
+    "group_norm",
     "pointwise",
     "pytorch_row_norm",
     "qk_norm_rope",

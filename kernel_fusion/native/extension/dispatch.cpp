@@ -31,6 +31,7 @@ KF_VALUE(OptionalDtype)
 KF_VALUE(std::array<bool, 2>)
 KF_VALUE(std::array<bool, 4>)
 KF_VALUE(std::array<bool, 5>)
+KF_VALUE(std::array<bool, 6>)
 #undef KF_VALUE
 template std::vector<int64_t> take(Stack& stack, size_t place);
 template void push(Stack& stack, const at::IntArrayRef& value);

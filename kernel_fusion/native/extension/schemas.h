@@ -55,6 +55,14 @@ struct SoftmaxCall {
   template <class F> auto arguments(F&& f) const { return f(input, mask, scale, causal, log); }
   template <class F> auto tensors(F&& f) const { return f(input, mask); }
 };
+struct GroupNormCall {
+  static constexpr const char* kName = "group_norm"; using Result = Tensor;
+  const Tensor &input; int64_t num_groups; const OptionalTensor &weight, &bias, &add, &scale, &shift; double eps, scale_offset;
+    std::string_view activation; OptionalDtype out_dtype;
+  template <class F> auto arguments(F&& f) const { return f(input, num_groups, weight, bias, add, scale, shift, eps,
+    scale_offset, activation, out_dtype); }
+  template <class F> auto tensors(F&& f) const { return f(input, weight, bias, add, scale, shift); }
+};
 struct QkNormRopeCall {
   static constexpr const char* kName = "qk_norm_rope"; using Result = std::tuple<Tensor, Tensor>;
   const Tensor &query; const OptionalTensor &key, &query_weight, &key_weight; const Tensor &cos, &sin; const OptionalTensor
@@ -107,6 +115,23 @@ struct SoftmaxBwdCall {
   const Tensor &dy, &y; double scale; bool leaves_out, log;
   template <class F> auto arguments(F&& f) const { return f(dy, y, scale, leaves_out, log); }
   template <class F> auto tensors(F&& f) const { return f(dy, y); }
+};
+struct GroupNormFwdCall {
+  static constexpr const char* kName = "group_norm_fwd"; using Result = std::tuple<Tensor, Tensor>;
+  const Tensor &input; int64_t num_groups; const OptionalTensor &weight, &bias, &add, &scale, &shift; double eps, scale_offset;
+    std::string_view activation; OptionalDtype out_dtype;
+  template <class F> auto arguments(F&& f) const { return f(input, num_groups, weight, bias, add, scale, shift, eps,
+    scale_offset, activation, out_dtype); }
+  template <class F> auto tensors(F&& f) const { return f(input, weight, bias, add, scale, shift); }
+};
+struct GroupNormBwdCall {
+  static constexpr const char* kName = "group_norm_bwd"; using Result = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor,
+    Tensor>;
+  const Tensor &dy, &input, &stats; int64_t num_groups; const OptionalTensor &weight, &bias, &add, &scale, &shift; double
+    scale_offset; std::string_view activation; std::array<bool, 6> output_mask;
+  template <class F> auto arguments(F&& f) const { return f(dy, input, stats, num_groups, weight, bias, add, scale, shift,
+    scale_offset, activation, output_mask); }
+  template <class F> auto tensors(F&& f) const { return f(dy, input, stats, weight, bias, add, scale, shift); }
 };
 struct QkNormRopeBwdCall {
   static constexpr const char* kName = "qk_norm_rope_bwd"; using Result = std::tuple<Tensor, Tensor, Tensor, Tensor>;
@@ -161,12 +186,15 @@ staged_row_norm(Tensor input, Tensor? residual, int num_dims, Tensor? weight, Te
 pointwise(Tensor a, Tensor? b, str combine, str activation, float scale, float dropout_p, Tensor? seed) -> Tensor
 reduce(Tensor input, int[] dim, bool keepdim, str kind, ScalarType? dtype) -> Tensor
 softmax(Tensor input, Tensor? mask, float scale, bool causal, bool log=False) -> Tensor
+group_norm(Tensor input, int num_groups, Tensor? weight, Tensor? bias, Tensor? add, Tensor? scale, Tensor? shift, float eps, float scale_offset, str activation, ScalarType? out_dtype) -> Tensor
 qk_norm_rope(Tensor query, Tensor? key, Tensor? query_weight, Tensor? key_weight, Tensor cos, Tensor sin, Tensor? positions, float? eps, float weight_offset, bool interleaved, str rounding) -> (Tensor query, Tensor key)
 row_norm_fwd(Tensor input, int num_dims, Tensor? weight, Tensor? bias, float eps, float weight_offset, ScalarType? out_dtype, bool rms, Tensor? residual=None, str pre_activation='identity', str activation='identity', float dropout_p=0.0, Tensor? seed=None, str rounding='once', Tensor? gate=None, str gate_activation='identity', bool gate_first=False, bool grouped=False, Tensor? residual_gate=None, str passes='both', Tensor? sums=None) -> (Tensor y, Tensor stats, Tensor h)
 row_norm_bwd(Tensor dy, Tensor input, Tensor stats, int num_dims, Tensor? weight, ScalarType? bias_dtype, float weight_offset, bool rms, bool[5] output_mask, ScalarType? x_dtype=None, Tensor? dh=None, Tensor? x=None, Tensor? bias=None, bool has_residual=False, str pre_activation='identity', str activation='identity', float dropout_p=0.0, Tensor? seed=None, str rounding='once', Tensor? gate=None, str gate_activation='identity', bool gate_first=False, bool grouped=False, Tensor? residual_gate=None, str passes='both', Tensor? sums=None) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dresidual, Tensor dgate)
 pointwise_fwd(Tensor a, Tensor? b, str combine, str activation, float scale, float dropout_p, Tensor? seed) -> (Tensor y, Tensor bits)
 pointwise_bwd(Tensor dy, Tensor a, Tensor? b, str combine, str activation, float scale, float dropout_p, Tensor? seed, bool[2] output_mask) -> (Tensor da, Tensor db)
 softmax_bwd(Tensor dy, Tensor y, float scale, bool leaves_out=False, bool log=False) -> Tensor
+group_norm_fwd(Tensor input, int num_groups, Tensor? weight, Tensor? bias, Tensor? add, Tensor? scale, Tensor? shift, float eps, float scale_offset, str activation, ScalarType? out_dtype) -> (Tensor y, Tensor stats)
+group_norm_bwd(Tensor dy, Tensor input, Tensor stats, int num_groups, Tensor? weight, Tensor? bias, Tensor? add, Tensor? scale, Tensor? shift, float scale_offset, str activation, bool[6] output_mask) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dadd, Tensor dscale, Tensor dshift)
 qk_norm_rope_bwd(Tensor dy, Tensor? dy_key, Tensor? query, Tensor? key, Tensor? query_weight, Tensor? key_weight, Tensor cos, Tensor sin, Tensor? positions, float? eps, float weight_offset, bool interleaved, str rounding, bool[4] output_mask) -> (Tensor dquery, Tensor dkey, Tensor dquery_weight, Tensor dkey_weight)
 quantize(Tensor input, ScalarType dtype, Tensor? scale, int block) -> (Tensor values, Tensor scale)
 quantized_row_norm(Tensor input, Tensor? residual, ScalarType dtype, Tensor? scale, int block, bool keeps, int num_dims, Tensor? weight, Tensor? bias, float eps, float weight_offset, ScalarType? out_dtype, bool rms, str pre_activation='identity', str activation='identity', float dropout_p=0.0, Tensor? seed=None, str rounding='once', Tensor? gate=None, str gate_activation='identity', bool gate_first=False, bool grouped=False, Tensor? residual_gate=None) -> (Tensor values, Tensor scale, Tensor output, Tensor residual)

@@ -115,9 +115,25 @@ struct QuantizeAccess {
   RowAccess x = {}, other = {};
 };
 
+struct GroupNormSpec {
+  static constexpr int kKernel = 8;
+  GroupStep step;
+  Dtype x, y = Dtype::kAbsent, weight = Dtype::kAbsent, bias = Dtype::kAbsent, add = Dtype::kAbsent, scale = Dtype::kAbsent,
+      shift = Dtype::kAbsent;
+  int activation = 0, channels_last = 0, sums_x = 0;
+};
+
+struct GroupNormAccess {
+  int vec = 1, lanes = 32, threads = 256, align = 16, align_out = 16;
+};
+
 struct ReduceRule {
   int chunk_bytes = 65536, column_threads = 256, column_blocks = 4, rows_per_thread = 8, lanes = 16, lanes_of_chunks = 8,
       few_rows = 16, few_threads = 64, all_threads = 512, filled[2] = {5, 9}, all_bytes = 8;
+};
+
+struct GroupNormRule {
+  int row = 32768, piece = 8192, pieces = 32, tile = 16384, tiles = 1024, threads = 256, row_threads = 512, per_thread = 16;
 };
 
 struct Launch {
