@@ -154,7 +154,7 @@ _WRONG_TYPES: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
     "out_dtype": (
         lambda x, **o: kf.rms_norm(x, 8, out_dtype="float32", **o),
         lambda x: torch.softmax(x, -1, dtype="float32"),
-        "`rms_norm`: `out_dtype` must be a torch.dtype or None, got 'float32'",
+        "`rms_norm`: `out_dtype` must be a torch.dtype, a Quantize or None, got 'float32'",
     ),
     "b": (
         lambda x, **o: kf.add_act(x, 1.0, "relu", **o),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -64,7 +65,7 @@ VERBS: dict[str, Callable[..., Any]] = {
 def _quantize(dtype: torch.dtype, per: str | int, device: str, **options: Any) -> kf.Quantize:
     """With a scale that clamps some of what a norm gives."""
     scale = torch.tensor(1.5 / LARGEST[dtype], device=device) if per == "tensor" else None
-    return kf.Quantize(dtype, scale, per, **options)
+    return kf.Quantize(dtype, scale, per=per, **options)
 
 
 def _assert_same_bits(ours: kf.Quantized, v: Tensor, quantize: kf.Quantize) -> None:
@@ -362,20 +363,45 @@ _ONE = torch.ones(1)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((torch.uint8,), "ValueError: `Quantize`: `dtype` must be torch.int8 or "),
+        ((torch.uint8, None, "row"), "ValueError: `Quantize`: `dtype` must be torch.int8 or "),
         ((INT8, None, "column"), "ValueError: `Quantize`: `per` must be 'tensor', 'row' or 128, got 'column'"),
         ((INT8, None, 64), "ValueError: `Quantize`: `per` must be 'tensor', 'row' or 128, got 64"),
-        ((INT8,), "ValueError: `Quantize`: per='tensor' needs a `scale`"),
+        ((INT8, None, "tensor"), "ValueError: `Quantize`: per='tensor' needs a `scale`"),
         ((INT8, _ONE, "row"), "ValueError: `Quantize`: `scale` goes with per='tensor', got per='row'"),
-        ((INT8, 1.0), "TypeError: `Quantize`: `scale` must be a tensor, got float"),
-        ((INT8, torch.ones(2)), "RuntimeError: `Quantize`: `scale` must be one float32 number, got torch.float32 of "),
-        ((INT8, _ONE.double()), "RuntimeError: `Quantize`: `scale` must be one float32 number, got torch.float64 of "),
-        ((INT8, torch.ones(1, requires_grad=True)), "RuntimeError: `Quantize`: `scale` must not require a gradient"),
+        ((INT8, 1.0, "tensor"), "TypeError: `Quantize`: `scale` must be a tensor, got float"),
+        (
+            (INT8, torch.ones(2), "tensor"),
+            "RuntimeError: `Quantize`: `scale` must be one float32 number, got ",
+        ),
+        (
+            (INT8, _ONE.double(), "tensor"),
+            "RuntimeError: `Quantize`: `scale` must be one float32 number, got ",
+        ),
+        (
+            (INT8, torch.ones(1, requires_grad=True), "tensor"),
+            "RuntimeError: `Quantize`: `scale` must not require a gradient",
+        ),
     ],
 )
 def test_arguments_are_checked(arguments: tuple[Any, ...], message: str) -> None:
     """`Quantize` refuses what it cannot mean, and says what it can."""
-    assert _message(lambda: kf.Quantize(*arguments)).startswith(message)
+    assert _message(lambda: kf.Quantize(*arguments[:2], per=arguments[2])).startswith(message)
+
+
+@pytest.mark.parametrize("per", ["row", 128])
+def test_modules_return_codes(per: str | int) -> None:
+    """A norm module and a gate module with a `Quantize` return what the function does, also after being saved."""
+    x, codes = torch.randn(4, 256), kf.Quantize(INT8, per=per)
+    for module, expected in (
+        (kf.FusedRMSNorm(256, out_dtype=codes), kf.rms_norm(x, 256, torch.ones(256), out_dtype=codes)),
+        (kf.FusedGatedAct("silu", out_dtype=codes), kf.gated_act(*x.chunk(2, -1), "silu", out_dtype=codes)),
+    ):
+        assert "out_dtype=Quantize" in repr(module)
+        for result in (module(x), copy.deepcopy(module)(x)):
+            assert torch.equal(result.values, expected.values)
+            assert torch.equal(result.scale, expected.scale)
+    with pytest.raises(TypeError, match="`FusedGatedAct`: `out_dtype` must be a Quantize or None, got "):
+        kf.FusedGatedAct("silu", out_dtype=INT8)
 
 
 def test_refusals_name_the_verb() -> None:
@@ -383,11 +409,14 @@ def test_refusals_name_the_verb() -> None:
     x, rows = torch.randn(4, 64), kf.Quantize(INT8, per="row")
     by_row = "`out_dtype` with a scale per row or block goes with a `normalized_shape` of one dimension, got 2"
     assert _message(lambda: kf.rms_norm(x, (4, 64), out_dtype=rows)) == f"ValueError: `rms_norm`: {by_row}"
-    scaled = kf.Quantize(INT8, torch.ones(1, device="meta"))
+    scaled = kf.Quantize(INT8, torch.ones(1, device="meta"), per="tensor")
     assert "but the `scale` of `out_dtype` is on meta" in _message(lambda: kf.layer_norm(x, 64, out_dtype=scaled))
     whole = "floating-point tensors, got torch.int64"
     assert whole in _message(lambda: kf.gated_act(x.long(), x.long(), "relu", out_dtype=rows))
     assert "array" in _message(lambda: kf.rms_norm(x.numpy(), 64, out_dtype=rows))
+    assert "; kf.Quantize(torch.int8, per=...) gives codes with scales" in _message(
+        lambda: kf.rms_norm(x, 64, out_dtype=INT8)
+    )
     scalar = torch.tensor(1.0)
     assert "needs a dimension" in _message(lambda: kf.gated_act(scalar, scalar, "relu", out_dtype=rows))
 

@@ -62,7 +62,7 @@ def _quantised(base: Operation, per: str | int) -> Operation:
 
     def fused(*args: Tensor, p: float, backend: str | None) -> tuple[Tensor, ...]:
         given = torch.full((), GIVEN, device=args[0].device) if per == "tensor" else None
-        out_dtype = kf.Quantize(CODES, given, per)
+        out_dtype = kf.Quantize(CODES, given, per=per)
         codes, *rest = _several(base.fused(*args, p=p, backend=backend, out_dtype=out_dtype))
         return tuple(named(codes.values, codes.scale, rest).values())
 

@@ -10,7 +10,7 @@ import torch.overrides
 from torch import Tensor
 
 from kernel_fusion.core.activations import ACTIVATIONS, IDENTITY
-from kernel_fusion.core.quantize import Quantize
+from kernel_fusion.core.quantize import LARGEST, Quantize
 from kernel_fusion.core.spec import ROUNDINGS, ROWS, VERBS
 from kernel_fusion.core.stages import NormCall
 from kernel_fusion.core.symbols import alike, broadcasts
@@ -235,6 +235,8 @@ NUMBER: _Kind = ("a number", lambda v: isinstance(v, (int, float)) or hasattr(v,
 INT: _Kind = ("an int", lambda v: isinstance(v, int) or hasattr(v, "__index__"))
 BOOL: _Kind = ("a bool", lambda v: hasattr(v, "__bool__"))
 DTYPE: _Kind = ("a torch.dtype or None", lambda v: v is None or isinstance(v, torch.dtype))
+CODES: _Kind = ("a Quantize or None", lambda v: v is None or isinstance(v, Quantize))
+RESULT_DTYPE: _Kind = ("a torch.dtype, a Quantize or None", lambda v: DTYPE[1](v) or CODES[1](v))
 _KINDS: dict[str, _Kind] = {
     "eps": NUMBER,
     "weight_offset": NUMBER,
@@ -246,7 +248,7 @@ _KINDS: dict[str, _Kind] = {
     "dim": ("an int, a sequence of ints or None", lambda v: v is None or _is_size(v)),
     "keepdim": BOOL,
     "causal": BOOL,
-    "out_dtype": (DTYPE[0], lambda v: v is None or isinstance(v, (torch.dtype, Quantize))),
+    "out_dtype": RESULT_DTYPE,
     "dtype": DTYPE,
     "group": ("a torch.distributed.ProcessGroup or None", lambda v: v is None or hasattr(v, "allreduce")),
 }
@@ -313,8 +315,13 @@ def _check_companion(verb: str, name: str, other: Tensor, input: Tensor) -> None
 def _check_mix(verb: str, name: str, dtype: torch.dtype | None, input_dtype: torch.dtype) -> None:
     expected = FLOATING[:3] if input_dtype in FLOATING[:3] else (input_dtype,)
     if dtype is not None and dtype not in expected:
+        codes = (
+            f"; kf.Quantize({dtype}, per=...) gives codes with scales"
+            if name == "out_dtype" and dtype in LARGEST
+            else ""
+        )
         raise RuntimeError(
-            f"`{verb}`: `{name}` must be {either(expected)} for {short(input_dtype)} input, got {short(dtype)}"
+            f"`{verb}`: `{name}` must be {either(expected)} for {short(input_dtype)} input, got {short(dtype)}{codes}"
         )
 
 

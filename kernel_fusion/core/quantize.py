@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import torch
@@ -45,7 +45,8 @@ class Quantize:
         dtype: of the codes: `torch.int8` (largest code 127), `torch.float8_e4m3fn` (448) or `torch.float8_e5m2`
             (57344).
         scale: s, one float32 number on the input's device, for `per="tensor"`; None elsewhere.
-        per: what has a scale: "tensor", where it is given; "row", the last dimension; or 128 neighbouring columns.
+        per: what has a scale, by keyword: "tensor", whose `scale` must be given; "row", the last dimension; or 128
+            neighbouring columns.
         unquantized: whether the result holds v too, through which gradients pass.
 
     Raises:
@@ -63,7 +64,7 @@ class Quantize:
 
     dtype: torch.dtype
     scale: Tensor | None = None
-    per: str | int = "tensor"
+    per: str | int = field(kw_only=True)
     unquantized: bool = False
 
     def __post_init__(self) -> None:

@@ -63,8 +63,7 @@ def gated(
     verb: str, quantize: Quantize, backend: str | None, gate: Tensor, value: Tensor, activation: str
 ) -> Quantized:
     """The quantised result of a gated activation."""
-    if not isinstance(quantize, Quantize):
-        raise TypeError(f"`{verb}`: `out_dtype` must be a Quantize or None, got {quantize}")
+    checks.of_kind(verb, "out_dtype", quantize, checks.CODES)
     route = _route(verb, "pointwise", backend, quantize, (gate, value))
     if route.fused and gate.dim() > 0 and alike(gate.shape, value.shape) and gate.dtype == value.dtype:
         return _result(quantize, *route.operator("quantized_gate")(gate, value, activation, *_options(quantize)))

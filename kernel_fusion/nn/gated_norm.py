@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from kernel_fusion.core import checks
+from kernel_fusion.core.quantize import Quantize
 from kernel_fusion.functional import gated_rms_norm, rms_norm
 from kernel_fusion.nn.stages import Stages, refuse_lost
 
@@ -60,7 +61,7 @@ class FusedGatedRMSNorm(Stages, nn.RMSNorm):
         gate_first: bool = False,
         group_size: int | None = None,
         weight_offset: float = 0.0,
-        out_dtype: torch.dtype | None = None,
+        out_dtype: torch.dtype | Quantize | None = None,
         rounding: str = "once",
         device: Any = None,
         dtype: torch.dtype | None = None,

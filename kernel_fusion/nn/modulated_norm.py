@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kernel_fusion.core.quantize import Quantize
 from kernel_fusion.functional import modulated_layer_norm
 from kernel_fusion.nn.stages import Shape, Stages, shape_of
 
@@ -51,7 +52,7 @@ class FusedModulatedLayerNorm(Stages, nn.LayerNorm):
         pre_activation: str | None = None,
         activation: str | None = None,
         weight_offset: float = 0.0,
-        out_dtype: torch.dtype | None = None,
+        out_dtype: torch.dtype | Quantize | None = None,
     ) -> None:
         shape = shape_of("FusedModulatedLayerNorm", normalized_shape, hidden_size)
         extras = weight_offset, pre_activation, activation, out_dtype, "once"

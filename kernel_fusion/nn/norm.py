@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kernel_fusion.core.quantize import Quantize
 from kernel_fusion.functional import NormOutput, add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from kernel_fusion.nn.stages import AddStages, Shape, Stages, shape_of
 
@@ -28,7 +29,8 @@ class FusedLayerNorm(Stages, nn.LayerNorm):
             a new module is the plain normalisation.
         pre_activation: applied to x before it is normalised: one of `kernel_fusion.ACTIVATIONS`, or None.
         activation: applied to the result, likewise.
-        out_dtype: dtype of the result, as in :func:`kernel_fusion.layer_norm`.
+        out_dtype: dtype of the result, or a :class:`kernel_fusion.Quantize`, with which the module returns a
+            :class:`kernel_fusion.Quantized`, as in :func:`kernel_fusion.layer_norm`. A `scale` stays on its device.
         rounding: "once" or "hf", likewise.
 
     Shape: input and output (\*, \*normalized_shape). See :func:`kernel_fusion.layer_norm` for dtypes and accumulation.
@@ -57,7 +59,7 @@ class FusedLayerNorm(Stages, nn.LayerNorm):
         weight_offset: float = 0.0,
         pre_activation: str | None = None,
         activation: str | None = None,
-        out_dtype: torch.dtype | None = None,
+        out_dtype: torch.dtype | Quantize | None = None,
         rounding: str = "once",
     ) -> None:
         shape = shape_of("FusedLayerNorm", normalized_shape, hidden_size)
@@ -116,7 +118,7 @@ class FusedRMSNorm(Stages, nn.RMSNorm):
         weight_offset: float = 0.0,
         pre_activation: str | None = None,
         activation: str | None = None,
-        out_dtype: torch.dtype | None = None,
+        out_dtype: torch.dtype | Quantize | None = None,
         rounding: str = "once",
     ) -> None:
         shape = shape_of("FusedRMSNorm", normalized_shape, hidden_size)
@@ -186,7 +188,7 @@ class FusedAddLayerNorm(AddStages, nn.LayerNorm):
         weight_offset: float = 0.0,
         pre_activation: str | None = None,
         activation: str | None = None,
-        out_dtype: torch.dtype | None = None,
+        out_dtype: torch.dtype | Quantize | None = None,
         rounding: str = "once",
     ) -> None:
         self._set_dropout(dropout)
@@ -247,7 +249,7 @@ class FusedAddRMSNorm(AddStages, nn.RMSNorm):
         weight_offset: float = 0.0,
         pre_activation: str | None = None,
         activation: str | None = None,
-        out_dtype: torch.dtype | None = None,
+        out_dtype: torch.dtype | Quantize | None = None,
         rounding: str = "once",
     ) -> None:
         self._set_dropout(dropout)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from kernel_fusion.backends.availability import is_dtensor
 from kernel_fusion.core import checks
+from kernel_fusion.core.quantize import Quantize
 from kernel_fusion.functional import bias_act, gated_act
 from kernel_fusion.nn.stages import Fused
 
@@ -166,12 +167,15 @@ class FusedGatedAct(Fused):
         features: n, the size of the output in that dimension. One input that does not have 2n there is refused, such
             as a rank's part under tensor parallelism. Without `features`, training refuses such a part, and inference
             warns.
+        out_dtype: a :class:`kernel_fusion.Quantize`, with which the module returns a :class:`kernel_fusion.Quantized`,
+            as :func:`kernel_fusion.gated_act` does; or None.
 
     Shape: input with 2n elements in dimension `dim`, output with n; or gate and value of shapes that broadcast, output
     of their common shape. The halves are read where they lie.
 
     Raises:
         ValueError: an unknown activation.
+        TypeError: `out_dtype` is neither.
         RuntimeError, IndexError: an input that has no two halves, in the words of `torch.nn.GLU`; RuntimeError: it does
             not have 2n elements there, or is known to be a rank's part whose halves lie on different ranks.
 
@@ -184,23 +188,33 @@ class FusedGatedAct(Fused):
     """
 
     features: int | None = None
+    out_dtype: Quantize | None = None
 
-    def __init__(self, activation: str | None, dim: int = -1, *, features: int | None = None) -> None:
+    def __init__(
+        self,
+        activation: str | None,
+        dim: int = -1,
+        *,
+        features: int | None = None,
+        out_dtype: Quantize | None = None,
+    ) -> None:
         super().__init__()
         checks.activation("FusedGatedAct", "activation", activation)
+        checks.of_kind("FusedGatedAct", "out_dtype", out_dtype, checks.CODES)
         self.activation = activation
         self.dim = dim
         self.features = features
+        self.out_dtype = out_dtype
 
     def forward(self, gate: Tensor, value: Tensor | None = None) -> Tensor:
         """Gate `value`; without it, `gate` holds both."""
         if value is None:
             gate, value = _halves(gate, self.dim, self.features)
-        return gated_act(gate, value, self.activation)
+        return gated_act(gate, value, self.activation, out_dtype=self.out_dtype)
 
     def extra_repr(self) -> str:
         """The arguments of the constructor."""
-        return self._repr(f"activation={self.activation!r}, dim={self.dim}", options=["features"])
+        return self._repr(f"activation={self.activation!r}, dim={self.dim}", options=["features", "out_dtype"])
 
 
 def _halves(input: Tensor, dim: int, features: int | None) -> tuple[Tensor, ...]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from kernel_fusion.backends.availability import is_dtensor
 from kernel_fusion.core import checks
+from kernel_fusion.core.quantize import Quantize
 from kernel_fusion.functional.interop import refuse_script
 
 Shape = int | Sequence[int] | torch.Size
@@ -68,7 +69,7 @@ class Stages(Fused):
     weight_offset: float = 0.0
     pre_activation: str | None = None
     activation: str | None = None
-    out_dtype: torch.dtype | None = None
+    out_dtype: torch.dtype | Quantize | None = None
     rounding: str = "once"
 
     def __init__(self, shape: Shape, eps: float | None, affine: bool, *others: Any, extras: Sequence[Any]) -> None:
@@ -83,7 +84,7 @@ class Stages(Fused):
             raise checks.refusal(kind, "weight_offset", "weight", f", got {self.weight_offset} without affine")
         checks.activation(kind, "pre_activation", self.pre_activation)
         checks.activation(kind, "activation", self.activation)
-        checks.of_kind(kind, "out_dtype", self.out_dtype, checks.DTYPE)
+        checks.of_kind(kind, "out_dtype", self.out_dtype, checks.RESULT_DTYPE)
         checks.rounding(kind, self.rounding)
         super().__init__(shape, eps, affine, *others)
         self._keep_out_of_fast_paths()
