@@ -1,20 +1,13 @@
-"""Lets `torch.onnx.export` write models that call our verbs. Importing this needs the package onnxscript.
+"""`export` writes a model that calls our functions as ONNX. Importing this needs the package onnxscript.
 
 The plain norms are translated, a LayerNorm into one node. Other operators are first decomposed, staged norms into a
 plain norm and its stages, so that runtimes find the patterns that they can fuse.
-
-Example:
-    >>> import torch, kernel_fusion as kf, kernel_fusion.onnx
-    >>> program = torch.export.export(kf.FusedAddLayerNorm(8), (torch.randn(4, 8), torch.randn(4, 8)))
-    >>> program = program.run_decompositions(kf.onnx.decompositions())
-    >>> model = torch.onnx.export(program, custom_translation_table=kf.onnx.translation_table(), verbose=False)
-    >>> [node.op_type for node in model.model.graph]
-    ['Add', 'LayerNormalization']
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from os import PathLike
 from typing import Any
 
 import torch
@@ -22,7 +15,7 @@ from onnxscript import ir
 from onnxscript import opset18 as op
 from onnxscript import opset23 as op23
 from onnxscript.onnx_types import TensorType
-from torch import Tensor
+from torch import Tensor, nn
 
 from kernel_fusion import operators
 from kernel_fusion.core.activations import IDENTITY, formula
@@ -32,6 +25,41 @@ from kernel_fusion.core.stages import TENSORS, Given
 from kernel_fusion.operators import schemas
 
 _RMS_OPSET = 23  # the first with RMSNormalization
+
+
+def export(
+    model: nn.Module,
+    args: Sequence[Any],
+    path: str | PathLike[str] | None = None,
+    *,
+    opset_version: int = 18,
+    **options: Any,
+) -> torch.onnx.ONNXProgram:
+    """Export a model that calls our functions and modules to ONNX.
+
+    Args:
+        model: in evaluation mode, because dropout would become the many operations of its generator.
+        args: example inputs, as `torch.export.export` takes them.
+        path: the file to write, or None to write none.
+        opset_version: of the file, 18 or newer. From 23 on a plain RMSNorm is one node.
+        options: others of `torch.export.export`, such as `dynamic_shapes`.
+
+    Returns:
+        PyTorch's program, which can be called, saved and looked at.
+
+    Example:
+        >>> import torch, kernel_fusion as kf, kernel_fusion.onnx
+        >>> program = kf.onnx.export(kf.FusedAddLayerNorm(8).eval(), (torch.randn(4, 8), torch.randn(4, 8)))
+        >>> [node.op_type for node in program.model.graph]
+        ['Add', 'LayerNormalization']
+    """
+    exported = torch.export.export(model, tuple(args), **options).run_decompositions(decompositions())
+    table = translation_table(opset_version)
+    program = torch.onnx.export(exported, custom_translation_table=table, opset_version=opset_version, verbose=False)
+    assert program is not None
+    if path is not None:
+        program.save(path)
+    return program
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:

@@ -28,11 +28,8 @@ pytestmark = [
 
 
 def exported(module: nn.Module, inputs: Any, opset: int = 20, **options: Any) -> Any:
-    """The ONNX program of a module, by the two steps of the documentation."""
-    program = torch.export.export(module, tuple(inputs), **options)
-    program = program.run_decompositions(kf_onnx.decompositions())
-    table = kf_onnx.translation_table(opset)
-    return torch.onnx.export(program, custom_translation_table=table, opset_version=opset, verbose=False)
+    """The ONNX program of a module, as the documentation makes it."""
+    return kf_onnx.export(module, inputs, opset_version=opset, **options)
 
 
 def operators(program: Any) -> list[str]:
