@@ -219,6 +219,25 @@ def steps() -> Iterator[str]:
     yield ""
 
 
+_SHORT = ("pytorch", "kf-patch", "liger-full", "torch.compile")
+_SHORT_MODELS = ("Llama 3 8B, 6 layers", "Qwen3 8B, 6 layers", "Gemma 3 4B, 6 layers", "DiT-XL/2, blocks")
+
+
+def steps_in_short() -> Iterator[str]:
+    """Training steps of four models: ms and the peak of the memory, for those who read one table."""
+    cells = {name: cell for (name,), cell in cells_of("steps.json", "configuration").items()}
+
+    def shown(measured: dict[str, Any] | None) -> str:
+        return (
+            f"{digits(measured['median_ms'])} ms, {measured['training_memory_bytes'] / 1e9:.1f} GB" if measured else "–"
+        )
+
+    rows = [[name, *(shown(cells[name].get(provider)) for provider in _SHORT)] for name in _SHORT_MODELS]
+    yield from table(["model", *(_STEPS[provider] for provider in _SHORT)], rows)
+    yield sources("steps.json", root="")
+    yield ""
+
+
 def step_memory() -> Iterator[str]:
     """Training steps: the peak of the memory and what autograd keeps, in GB, and how far losses are off PyTorch's."""
     rows, off = [], Counter[str]()
@@ -305,6 +324,7 @@ TABLES: dict[tuple[str, str], Callable[[], Iterator[str]]] = {  # by page and na
         for direction in ("forward", "backward")
     },
     ("docs/measured.md", "host"): host,
+    ("README.md", "steps in short"): steps_in_short,
     ("docs/models.md", "steps"): steps,
     ("docs/training.md", "step memory"): step_memory,
     ("docs/models.md", "step profile"): step_profile,

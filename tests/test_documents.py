@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import doctest
+import json
 import re
 from inspect import ismodule
 from pathlib import Path
+from typing import Any
 
 import pictures
 import pytest
@@ -23,6 +25,7 @@ from kernel_fusion.cli.app import app
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))}
 NOTES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in ROOT.glob("docs/notebook/*.md")}
 README = PAGES["README.md"]
+_NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -47,6 +50,17 @@ def test_python_blocks_run(page: str) -> None:
     """Every block runs as it stands."""
     for block in blocks(page, "python"):
         exec(compile(block, page, "exec"), {})
+
+
+@pytest.mark.slow  # it times functions
+def test_the_notebook_runs() -> None:
+    """The cells of the quick start run in order, and its kept results are those of a run without an error."""
+    cells = [each for each in json.loads(_NOTEBOOK.read_text())["cells"] if each["cell_type"] == "code"]
+    names: dict[str, Any] = {}
+    for cell in cells:
+        exec(compile("".join(cell["source"]), _NOTEBOOK.name, "exec"), names)
+        assert cell["outputs"]
+        assert not any(output["output_type"] == "error" for output in cell["outputs"])
 
 
 @pytest.mark.parametrize("page", with_blocks("pycon"))
