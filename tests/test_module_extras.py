@@ -87,7 +87,8 @@ def test_out_dtype(name: str, target: Target) -> None:
 @pytest.mark.parametrize("name", _NORMS)
 def test_out_dtype_that_is_no_dtype(name: str) -> None:
     """The constructor names module, argument and value."""
-    with pytest.raises(TypeError, match=r"^`Fused\w+`: `out_dtype` must be a torch.dtype, a Quantize or None, got 'float32'$"):
+    expected = r"^`Fused\w+`: `out_dtype` must be a torch.dtype, a Quantize or None, got 'float32'$"
+    with pytest.raises(TypeError, match=expected):
         _NORMS[name](8, out_dtype="float32")
 
 
