@@ -42,10 +42,11 @@ def _step(device: str) -> None:
     m = kf.modulated_layer_norm(x, 96, other[:, :1], torch.randn(8, 1, 96, device=device))
     terms = kf.bias_act(x, b, "relu"), kf.gated_act(x, other, "silu"), kf.add_act(x, other, "tanh")
     s = kf.softmax(x, causal=True), kf.sum_squared(x), kf.mean_abs(x, 0), kf.mean_abs(x, -1)
+    g = kf.group_norm(x.movedim(-1, 1), 8, activation="silu")
     r = kf.rope(x.unflatten(-1, (4, 24)), *torch.randn(2, 2, 12, device=device), unsqueeze_dim=2)
     with torch.no_grad():
         kf.gated_act(x, other, "silu", out_dtype=kf.Quantize(torch.int8, per="row"))
-    torch.stack([t.square().sum() for t in (y, h, z, m, *terms, *s, r)]).sum().backward()
+    torch.stack([t.square().sum() for t in (y, h, z, m, *terms, *s, r, g)]).sum().backward()
 
 
 def _source(spec: planner.Spec, access: Any) -> str:

@@ -112,7 +112,8 @@ def _affordable(case: Case) -> bool:
 
 def _cases() -> list[Case]:
     """On a GPU all of `verify`; in the interpreter enough for every pair of their fields."""
-    found = [*filter(_affordable, cases.cases(quick=True))]
+    # Group norms have no kernels in Triton.
+    found = [case for case in cases.cases(quick=True) if case.verb != "group_norm" and _affordable(case)]
     if DEVICE == "cuda":
         return found
     return [found[index] for index in covering([factors({"case": case}) for case in found])]
