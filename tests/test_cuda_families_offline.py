@@ -177,7 +177,7 @@ def _group_norm_kernels() -> Iterator[Kernel]:
         spec = GroupNormSpec(
             step, t, t, **around, activation="gelu" if full else "silu", channels_last=last, sums_x=sums
         )
-        vec, threads = _vec(t) if whole else 1, 512 if step.startswith("row") else 256
+        vec, threads = _vec(t) if whole else 1, 512 if step.startswith("row") and t != "f64" else 256
         align = vec * ITEMSIZE[t]
         yield spec, GroupNormAccess(vec, 16 if last else threads, threads, align, align)
         yield spec, GroupNormAccess(vec, 32, threads, align, align)

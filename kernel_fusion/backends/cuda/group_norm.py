@@ -13,8 +13,8 @@ from kernel_fusion.core.spec import ITEMSIZE, VECTOR_BYTES
 _FORWARD = ("row", "moments", "finish", "apply")
 _LOADS = 4  # in flight per thread; of narrow vectors more
 # Resident threads for which registers must suffice: 80 each forward, 128 where a thread has numbers of many channels
-# or of a gradient, and in fp64.
-_RESIDENT, _RESIDENT_OF_MANY = 768, 512
+# or of a gradient, and in fp64. A gradient in fp64 takes 256, and has one load in flight.
+_RESIDENT, _RESIDENT_OF_MANY, _RESIDENT_OF_MOST = 768, 512, 256
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,8 @@ class GroupNormRule:
         piece, pieces: the least positions of a channel in a piece, and the most pieces of a channel.
         tile, tiles: the least elements of a tile of channels in a piece, and the most pieces, with channels last.
         threads: of a block that takes pieces.
-        row_threads, per_thread: the most threads for a row, and the least elements of it for a thread.
+        row_threads, per_thread: the most threads for a row, half as many in fp64, and the least elements of it for a
+            thread.
     """
 
     row: int = 32768
@@ -53,8 +54,11 @@ def plan(spec: GroupNormSpec, access: GroupNormAccess, device: Device) -> GroupN
     narrow = access.vec * ITEMSIZE[spec.x] < VECTOR_BYTES // 2
     both = spec.step not in _FORWARD
     unroll = _LOADS * (2 if narrow else 1) // (2 if both else 1)
-    many = both or spec.channels_last or spec.acc == "f64"
-    resident = _RESIDENT_OF_MANY if many else _RESIDENT
+    wide = spec.acc == "f64"
+    if both and wide:
+        unroll = 1
+    many = both or spec.channels_last or wide
+    resident = _RESIDENT_OF_MOST if both and wide else _RESIDENT_OF_MANY if many else _RESIDENT
     return GroupNormPlan(threads=access.threads, unroll=unroll, min_blocks=max(1, resident // access.threads))
 
 

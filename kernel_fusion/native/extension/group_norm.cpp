@@ -115,9 +115,9 @@ struct GroupNormRun {
     args.piece = is_row || args.positions <= cut ? args.positions : cut;
     args.pieces = ceil_div(args.positions, args.piece);
     const int64_t vectors = args.piece / access.vec;
+    const int64_t row_threads = kGroupRule.row_threads / (x.scalar_type() == at::kDouble ? 2 : 1);  // more registers each
     if (is_row)
-      access.threads =
-          static_cast<int>(std::clamp<int64_t>(power_from(ceil_div(row, kGroupRule.per_thread)), 32, kGroupRule.row_threads));
+      access.threads = static_cast<int>(std::clamp<int64_t>(power_from(ceil_div(row, kGroupRule.per_thread)), 32, row_threads));
     access.lanes = static_cast<int>(line_of(vectors, access.threads));
     // A row's lines have a channel each at a time.
     if (is_row)
