@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support import CUDA, EAGER, Target, check
@@ -243,3 +244,20 @@ def test_module_is_a_group_norm() -> None:
     x = torch.randn(2, 6, 4)
     torch.testing.assert_close(ours(x), F.silu(theirs(x)))
     assert isinstance(ours, torch.nn.GroupNorm)
+
+
+def test_arrays_go_in_and_come_out() -> None:
+    """An array of NumPy gives an array, with the numbers of the tensor."""
+    x = torch.randn(2, 6, 5, 4)
+    result = kf.group_norm(x.numpy(), 3, activation="silu")
+    assert type(result) is np.ndarray
+    assert torch.equal(torch.from_numpy(result), kf.group_norm(x, 3, activation="silu"))
+
+
+def test_export() -> None:
+    """An exported program calls the operator once, and gives the numbers of the module."""
+    module, x = kf.FusedGroupNorm(3, 6, activation="silu"), torch.randn(2, 6, 5, 4)
+    program = torch.export.export(module, (x,))
+    called = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    assert called == [torch.ops.kernel_fusion.group_norm.default]
+    assert torch.equal(program.module()(x), module(x))

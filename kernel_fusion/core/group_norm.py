@@ -66,7 +66,7 @@ def laid_out_as(result: Tensor, input: Tensor) -> Tensor:
 
 
 def spread(t: Tensor, dims: int) -> Tensor:
-    """What is (N, C) with as many dimensions as the input; what has the input's shape as it is."""
+    """A tensor of shape (N, C) as (N, C, 1, ...) of `dims` dimensions; one of the input's shape as it is."""
     return t.reshape([*t.shape, *[1] * (dims - 2)]) if t.dim() == 2 else t
 
 

@@ -1,4 +1,4 @@
-"""GroupNorm with what stands around it in models of images: an addition, a modulation, an activation."""
+"""GroupNorm fused with its neighbours in models of images: an addition, a modulation and an activation."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def group_norm(
         num_groups: G, which divides C.
         weight, bias: w and b, shape (C,), or None. float16, bfloat16 and float32 mix freely.
         eps: added to the variance.
-        add: added to x; shape (N, C) or (N, C, 1, ...), such as the embedding of a time, or that of x.
-        scale, shift: likewise; None leaves out the multiplication, or the addition.
+        add: added to x, such as a time embedding; shape (N, C), (N, C, 1, ...) or that of x.
+        scale, shift: the modulation, with a shape as for `add`. None leaves out the multiplication, or the addition.
         scale_offset: added to `scale`; 0 where a model multiplies by `scale` itself.
         activation: one of `kernel_fusion.ACTIVATIONS`, or None.
-        backend: "cuda", "eager", or None for the automatic choice. The other backends have no kernels of this function:
-            without a GPU of NVIDIA, PyTorch's operations serve it. So they do if `add`, `scale` or `shift` has the
-            shape of x.
+        backend: "cuda", "eager", or None for the automatic choice. The other backends have no kernels of this function.
+            PyTorch's operations serve it without an NVIDIA GPU, or if `add`, `scale` or `shift` has the shape of x. On
+            a CPU they take longer than `torch.nn.functional.group_norm`.
 
     Returns:
         Tensor of the shape and dtype of x; under CUDA autocast float32, as `torch.nn.functional.group_norm`. It has

@@ -11,7 +11,7 @@ from kernel_fusion.nn.stages import Fused
 
 
 class FusedGroupNorm(Fused, nn.GroupNorm):
-    r"""Drop-in for `torch.nn.GroupNorm`: same constructor, same state dict, with an activation behind it.
+    r"""Drop-in for `torch.nn.GroupNorm`: same constructor, same state dict, with an activation after it.
 
     .. math::
         y = \mathrm{activation}\left(\frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} \cdot w + b\right)
@@ -34,7 +34,7 @@ class FusedGroupNorm(Fused, nn.GroupNorm):
         torch.Size([2, 64, 8, 8])
     """
 
-    # Also of a `torch.nn.GroupNorm` that became one of these by `__class__`.
+    # A `torch.nn.GroupNorm` that became one of these by `__class__` has this value, too.
     activation: str | None = None
 
     def __init__(

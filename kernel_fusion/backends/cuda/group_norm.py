@@ -12,14 +12,14 @@ from kernel_fusion.core.spec import ITEMSIZE, VECTOR_BYTES
 
 _FORWARD = ("row", "moments", "finish", "apply")
 _LOADS = 4  # in flight per thread; of narrow vectors more
-# Resident threads for which registers must suffice: 80 each forward, 128 where a thread has numbers of many channels
-# or of a gradient, and in fp64. A gradient in fp64 takes 256, and has one load in flight.
+# The threads per multiprocessor for which registers must suffice. A thread has 80 registers forward; 128 for gradients,
+# for the parameters of several channels, and in fp64; and 255 for gradients in fp64.
 _RESIDENT, _RESIDENT_OF_MANY, _RESIDENT_OF_MOST = 768, 512, 256
 
 
 @dataclass(frozen=True)
 class GroupNormRule:
-    """How the launcher divides a group norm (native/extension/group_norm_cuda.cpp).
+    """How the launcher divides a group norm (native/extension/group_norm.cpp).
 
     Only the sizes of one sample decide, so its bits do not depend on the batch.
 
@@ -52,13 +52,12 @@ class GroupNormPlan(Launch):
 def plan(spec: GroupNormSpec, access: GroupNormAccess, device: Device) -> GroupNormPlan:
     """Plan a step; the launcher has divided the work."""
     narrow = access.vec * ITEMSIZE[spec.x] < VECTOR_BYTES // 2
-    both = spec.step not in _FORWARD
-    unroll = _LOADS * (2 if narrow else 1) // (2 if both else 1)
-    wide = spec.acc == "f64"
-    if both and wide:
-        unroll = 1
-    many = both or spec.channels_last or wide
-    resident = _RESIDENT_OF_MOST if both and wide else _RESIDENT_OF_MANY if many else _RESIDENT
+    backward, wide = spec.step not in _FORWARD, spec.acc == "f64"
+    if backward and wide:
+        unroll, resident = 1, _RESIDENT_OF_MOST
+    else:
+        unroll = _LOADS * (2 if narrow else 1) // (2 if backward else 1)
+        resident = _RESIDENT_OF_MANY if backward or spec.channels_last or wide else _RESIDENT
     return GroupNormPlan(threads=access.threads, unroll=unroll, min_blocks=max(1, resident // access.threads))
 
 

@@ -1,4 +1,4 @@
-"""GroupNorm with what stands around it."""
+"""GroupNorm with an addition before it, and a modulation and an activation after it."""
 
 from __future__ import annotations
 

@@ -44,8 +44,7 @@ Tensor laid_out(const Tensor& t, bool channels_last) {
   return has_channels_last(t) ? t : t.movedim(1, -1).contiguous().movedim(-1, 1);
 }
 
-// ---- CUDA: a sample's sizes -> steps -> keys -> launches
-// -----------------------------------------------------------------------
+// ---- CUDA: the sizes of a sample -> steps -> keys -> launches
 
 constexpr GroupNormRule kGroupRule;
 
@@ -188,7 +187,6 @@ constexpr Kernels group_norm_bwd_kernels{
     +[](const Tensor&, const Tensor&, const GroupNormBwdCall&, bool, GroupNormGradients&) {}, group_norm_bwd_cuda};
 
 // ---- Checks
-// --------------------------------------------------------------------------------------------------------------------
 
 // Whether an absent tensor or one of this shape goes with the input.
 bool goes_with(const OptionalTensor& t, const Tensor& input, int64_t dims, int64_t first) {
@@ -262,7 +260,6 @@ GroupNormGradients compute(const Backend& backend, const GroupNormBwdCall& c) {
 }
 
 // ---- Autograd
-// ------------------------------------------------------------------------------------------------------------------
 
 namespace {
 

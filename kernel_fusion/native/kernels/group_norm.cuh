@@ -53,6 +53,7 @@ template <class A> struct Part {
   }
 };
 
+// The sums of the elements that a thread reads, less the first of them.
 template <class A> struct Gathered {
   A count = 0, shift = 0, sum = 0, squares = 0;
 
@@ -83,7 +84,7 @@ template <int kLanes, class A> __device__ Part<A> join_lanes(Part<A> part) {
   return part;
 }
 
-// The same of lines of kLanes threads. Every thread of the block calls this.
+// Joins the parts of each line of kLanes threads into that of its first thread. Every thread of the block calls this.
 template <int kLanes, int kThreads, class A> __device__ Part<A> join_line(Part<A> part) {
   part = join_lanes<(kLanes < 32 ? kLanes : 32)>(part);
   if constexpr (kLanes > 32) {
@@ -110,11 +111,12 @@ template <class A, class T> __device__ A number(const void* p, i64 i, A otherwis
   else return otherwise;
 }
 
+// What one channel of one sample has: its parameters, in the compute type.
 template <class S> struct Channel {
   using A = typename S::Acc;
   A weight, bias, factor, shift, add;
 
-  // That of channel c of a sample, number `at` among all channels of all samples.
+  // The numbers of channel c of a sample, which is channel `at` among those of all samples.
   __device__ Channel(const GroupNormArgs& args, i64 c, i64 at)
       : weight(number<A, typename S::Weight>(args.weight, c, 1)), bias(number<A, typename S::Bias>(args.bias, c, 0)), factor(1),
         shift(number<A, typename S::Shift>(args.shift, at, 0)), add(added(args, at)) {

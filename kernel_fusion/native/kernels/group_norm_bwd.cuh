@@ -89,6 +89,7 @@ template <class S> struct Outgoing {
   }
 };
 
+// A vector of x and the vector of dy at the same place.
 template <class S> struct Both {
   Pack<typename S::X, S::kVec> x;
   Pack<typename S::Y, S::kVec> dy;
@@ -103,7 +104,7 @@ template <class S, class A> __device__ void store_dx(const GroupNormArgs& args, 
   store<S::kAlign>(static_cast<typename S::X*>(args.y) + i, narrow_pack<typename S::X>(v));
 }
 
-// mean and rstd of a group, m1 and m2 of a group
+// One of two numbers of a group in `p`: mean or rstd of `stats`, m1 or m2 of `means`.
 template <class A> __device__ A of_group(const GroupNormArgs& args, const void* p, int which, i64 group) {
   return static_cast<const A*>(p)[which * args.samples * groups_of(args) + group];
 }
