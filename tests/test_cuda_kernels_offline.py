@@ -316,7 +316,8 @@ def test_plans_are_sound(spec: RowNormSpec, device: Device) -> None:
             assert plan.vec * max(ITEMSIZE[dtype] for dtype in dtypes) <= 16
 
 
-# The examples: lengths whose trees tuned rows choose, of a norm whose parameters groups of rows share on a GPU.
+# The examples: lengths whose trees tuned rows choose, of a norm whose parameters groups of rows share on a GPU; and a
+# row that is short enough for a tile.
 @given(
     spec=st.one_of(_specs_of_any_length, _specs_with_stages, _specs_with_a_gate),
     device=_devices,
@@ -331,6 +332,11 @@ def test_plans_are_sound(spec: RowNormSpec, device: Device) -> None:
     spec=RowNormSpec("forward", False, 3072, "bf16", "bf16", "bf16", "bf16"),
     device=KNOWN_DEVICES[90],
     other=RowNormSpec("forward", False, 1, "f32", "f32", "f32"),
+)
+@example(
+    spec=RowNormSpec("inference", False, 3, "f16", "f16", grads=(False, False, True)),
+    device=KNOWN_DEVICES[90],
+    other=RowNormSpec("inference", False, 1, "f16", "f16", grads=(False, False, True)),
 )
 @settings(max_examples=500, deadline=None)
 def test_the_tree_depends_on_length_and_types_alone(spec: RowNormSpec, device: Device, other: RowNormSpec) -> None:

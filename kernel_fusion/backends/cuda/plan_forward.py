@@ -39,7 +39,9 @@ def _candidates(facts: Facts) -> Iterator[Plan | None]:
     in_16_bytes = (spec.weight, spec.bias, spec.residual, spec.beside, spec.residual_gate, spec.y)
     if spec.passes != "both":
         yield _direct(facts.of(_tree(facts).narrowed(spec.cols, in_16_bytes)))
-    yield _tiled(facts)
+    tile = _tile_tree(facts)
+    if tile is not None:
+        yield _direct(facts.of(tile)) if spec.grouped else _tiled(facts.of(tile))
     few = _few_warps(facts)
     if few is not None:
         yield _streamed(facts.of(few))
@@ -71,25 +73,31 @@ def _tree(facts: Facts) -> Tree:
     return tree
 
 
-def _tiled(facts: Facts) -> Plan | None:
+def _tile_tree(facts: Facts) -> Tree | None:
+    """The tree of short rows of narrow vectors without stages, or None. Groups that share parameters have it, too."""
     spec, vec, itemsize = facts.spec, facts.vec, facts.itemsize
     longest = _MAX_TILED_WORDS if vec * itemsize == 4 else 64 * _TILED_ELEMENTS
-    alone = spec.residual is None and spec.beside is None and not spec.grouped
-    applies = facts.device.has_clusters and spec.acc == "f32" and alone
+    applies = facts.device.has_clusters and spec.acc == "f32" and spec.residual is None and spec.beside is None
     if not applies or vec * itemsize > 4 or spec.cols > longest * vec:
         return None
-    vectors, each = spec.cols // vec, _TILED_ELEMENTS // vec
-    lanes = min(32, power_of_two(ceil_div(vectors, each)))
-    at_a_time = SMALL_ROW_THREADS // lanes
+    vectors = spec.cols // vec
+    lanes = min(32, power_of_two(ceil_div(vectors, _TILED_ELEMENTS // vec)))
+    return Tree(vec, lanes, 1, 1, ceil_div(vectors, lanes))
+
+
+def _tiled(facts: Facts) -> Plan:
+    """A plan that copies many rows together into a block's shared memory."""
+    spec, tree, itemsize = facts.spec, facts.tree, facts.itemsize
+    at_a_time = SMALL_ROW_THREADS // tree.lanes
     rows = at_a_time * (power_of_two(_TILE_BYTES // (at_a_time * facts.row_bytes) + 1) // 2)
     tensors = {spec.x} if ITEMSIZE[spec.y] == itemsize else {spec.x, spec.y}
     return Plan(
         "row_norm_fwd_tile",
-        vec,
-        lanes,
+        tree.vec,
+        tree.lanes,
         warps=1,
         per_block=rows,
-        variant="ahead" if vectors <= lanes * each else "",
+        variant="ahead" if tree.elements <= _TILED_ELEMENTS else "",
         shared_bytes=sum(ceil_div(rows * spec.cols * ITEMSIZE[t], 16) * 16 + 16 for t in tensors),
         min_blocks=_TILE_THREADS // SMALL_ROW_THREADS,
     )
