@@ -49,6 +49,8 @@ class Target:
 
         On "eager" the block must run none at all.
         """
+        if self.backend in ("cpu", "cuda"):
+            loader.load()  # now, since the library of a wheel is tried by a call of its kernels when it is loaded
         before = _launches()
         yield
         delta = {name: count - before[name] for name, count in _launches().items()}

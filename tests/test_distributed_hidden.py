@@ -345,7 +345,9 @@ def test_feature_parallel_norm(ranks: Ranks) -> None:
 def _changes_nothing(graph: torch.fx.GraphModule) -> list[str]:
     """Conversions in the graphs of autograd functions whose result has the dtype that its operand has."""
     bodies = [m for name, m in graph.named_modules() if "_body_" in name and isinstance(m, torch.fx.GraphModule)]
-    assert bodies, graph.print_readable(print_output=False)
+    operators = [node for node in graph.graph.nodes if str(node.target).startswith("kernel_fusion.spread_")]
+    # A GPU's kernels stand in the graph as one operator, which has its gradient in C++.
+    assert bodies or operators, graph.print_readable(print_output=False)
     calls = (node for body in bodies for node in body.graph.nodes if node.op == "call_method" and node.target == "to")
     dtypes = ((str(node), *(n.meta["example_value"].dtype for n in (node, node.args[0]))) for node in calls)
     return [name for name, result, operand in dtypes if result == operand]
