@@ -91,6 +91,21 @@ def test_special_values(layout: str, place: Target) -> None:
     assert kf.group_norm(large, 4, backend=place.backend).isfinite().all()
 
 
+@places
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["weight", "scale", "scale_offset"])
+def test_infinite_parameters(name: str, layout: str, place: Target) -> None:
+    """They give infinities, as the products in the order of the formula do, where weight * factor would give NaN."""
+    x = lay_out(torch.randn(2, 6, 4, 5, device=place.device), layout)
+    w, b, s, t = (torch.randn(shape, device=place.device) for shape in ((6,), (6,), (2, 6), (2, 6)))
+    given: dict[str, Any] = {"weight": w, "bias": b, "scale": s, "shift": t, "scale_offset": 1.0}
+    given[name] = torch.inf if name == "scale_offset" else torch.full_like(given[name], torch.inf)
+    w, b, s, t = (given[n].reshape(-1, 6, 1, 1) for n in ("weight", "bias", "scale", "shift"))
+    expected = (F.group_norm(x, 3) * w + b) * (given["scale_offset"] + s) + t
+    assert torch.equal(kf.group_norm(x, 3, **given, backend=place.backend), expected)
+    assert expected.isinf().all()
+
+
 # Name: a tensor of the same values as a contiguous one of shape (2, 6, 4, 5).
 _LIES: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda t: t,

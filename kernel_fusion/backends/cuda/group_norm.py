@@ -53,10 +53,13 @@ def plan(spec: GroupNormSpec, access: GroupNormAccess, device: Device) -> GroupN
     """Plan a step; the launcher has divided the work."""
     narrow = access.vec * ITEMSIZE[spec.x] < VECTOR_BYTES // 2
     backward, wide = spec.step not in _FORWARD, spec.acc == "f64"
+    # The numbers and sums of a vector of channels, with a factor among them, leave no registers for a second vector.
+    crowded = spec.step == "sums" and spec.channels_last and spec.scale is not None
     if backward and wide:
         unroll, resident = 1, _RESIDENT_OF_MOST
     else:
         unroll = _LOADS * (2 if narrow else 1) // (2 if backward else 1)
+        unroll = 1 if crowded else unroll
         resident = _RESIDENT_OF_MANY if backward or spec.channels_last or wide else _RESIDENT
     return GroupNormPlan(threads=access.threads, unroll=unroll, min_blocks=max(1, resident // access.threads))
 

@@ -13,6 +13,7 @@ from kernel_fusion.core.activations import formula
 from kernel_fusion.core.autocast import widened
 from kernel_fusion.core.group_norm import GroupNorm, laid_out_as, spread
 from kernel_fusion.core.spec import compute_dtype
+from kernel_fusion.core.symbols import alike
 
 
 def group_norm(*args: Any) -> Tensor:
@@ -30,16 +31,25 @@ def group_norm(*args: Any) -> Tensor:
     def around(t: Tensor) -> Tensor:
         return spread(t, x.dim()).to(wide)
 
-    # A copy, because PyTorch's kernel reads the memory of an efficient zero tensor, which has none.
-    weight, bias = (None if t is None else t.to(wide).clone() for t in (c.weight, c.bias))
     u = x.to(wide) if c.add is None else x.to(wide) + around(c.add)
-    n = F.group_norm(_near_zero(u, c.num_groups), c.num_groups, weight, bias, c.eps)
+    weight, bias = (None if t is None else t.to(wide) for t in (c.weight, c.bias))
+    n = _norm(u, c.num_groups, weight, bias, c.eps)
     if c.scale is not None:
         n = n * (around(c.scale) + c.scale_offset)
     if c.shift is not None:
         n = n + around(c.shift)
     result = c.out_dtype or widened(x, "group_norm") or x.dtype
     return laid_out_as(formula(c.activation)(n).to(result), x)
+
+
+def _norm(u: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """The norm of u, times weight and plus bias in this order, so that infinite ones give infinities as kernels do."""
+    if any(t is not None and not alike(t.shape, u.shape[1:2]) for t in (weight, bias)):
+        return F.group_norm(u, groups, weight, bias, eps)  # raises
+    n = F.group_norm(_near_zero(u, groups), groups, eps=eps)
+    of_channels = (-1, *[1] * (u.dim() - 2))
+    n = n if weight is None else n * weight.reshape(of_channels)
+    return n if bias is None else n + bias.reshape(of_channels)
 
 
 def _near_zero(u: Tensor, groups: int) -> Tensor:

@@ -1,8 +1,9 @@
-// y = act(norm(x + add) * weight', + bias'), the norm over the D channels of a group and all positions of a sample.
+// y = act((norm(x + add) * weight + bias) * factor + shift), the norm over the D channels of a group and all positions of a
+// sample.
 //
-//   weight' = weight * (scale_offset + scale), bias' = bias * (scale_offset + scale) + shift
-//
-// add, scale and shift have one element per sample and channel. Few rows are long, so the positions are cut into pieces:
+// add, shift and factor = scale_offset + scale have one element per sample and channel. The products are taken in this order,
+// because weight * factor and bias * factor of infinite numbers would turn infinite results into NaN. Few rows are long, so
+// the positions are cut into pieces:
 //
 //   moments   mean and squared deviations of each channel in each piece
 //   finish    joins a group's, by Chan's formula
@@ -125,8 +126,7 @@ template <class S> struct Channel {
   }
   __device__ static A added(const GroupNormArgs& args, i64 at) { return number<A, typename S::Add>(args.add, at, 0); }
 
-  __device__ A scaled() const { return weight * factor; }  // of norm(x + add)
-  __device__ A shifted() const { return fused(bias, factor, shift); }
+  __device__ A scaled() const { return weight * factor; }  // dz over d norm(x + add)
 };
 
 // x + add
@@ -135,21 +135,39 @@ template <class S, class A> __device__ A with_added(A x, A add) {
   else return x;
 }
 
-// y of one channel, from deviations: act(deviation * scale + shift).
+// The argument of the activation, from deviations: (deviation * scale + bias) * factor + shift. Without a factor, `bias` is
+// the sum of bias and shift.
+template <class S> struct Argument {
+  using A = typename S::Acc;
+  A scale, bias, factor, shift;
+
+  __device__ Argument() {}
+  __device__ Argument(const Channel<S>& channel, A rstd)
+      : scale(rstd * channel.weight), bias(channel.bias), factor(channel.factor), shift(channel.shift) {
+    if constexpr (!kPresent<typename S::Scale>) bias += shift;
+  }
+  __device__ A operator()(A deviation) const {
+    const A n = fused(deviation, scale, bias);
+    if constexpr (kPresent<typename S::Scale>) return fused(n, factor, shift);
+    else return n;
+  }
+};
+
+// y of one channel.
 template <class S> struct Applied {
   using A = typename S::Acc;
   using M = typename MathFor<A, typename S::Y>::type;
-  A add, mean, scale, shift;
+  A add, mean;
+  Argument<S> argument;
 
   __device__ Applied() {}
   __device__ Applied(const GroupNormArgs& args, i64 c, i64 at, A mean, A rstd) : mean(mean) {
     const Channel<S> channel(args, c, at);
     add = channel.add;
-    scale = rstd * channel.scaled();
-    shift = channel.shifted();
+    argument = Argument<S>(channel, rstd);
   }
   __device__ A operator()(A x) const {
-    const A z = fused(with_added<S>(x, add) - mean, scale, shift);
+    const A z = argument(with_added<S>(x, add) - mean);
     if constexpr (S::kActivation != 0) return Activation<S::kActivation>::type::template value<M>(z);
     else return z;
   }

@@ -1,7 +1,7 @@
-// The gradients of group norms (group_norm.cuh), from dy, x and the statistics. With z = xhat * v + bias', v = weight',
-// g = dy * act'(z), and sums over the positions of a channel
+// The gradients of group norms (group_norm.cuh), from dy, x and the statistics. With z, the argument of the activation,
+// g = dy * act'(z), v = weight * factor, and sums over the positions of a channel
 //
-//   A = sum g,  B = sum g * xhat,  K = sum xhat
+//   A = sum g,  B = sum g * xhat,  K = sum xhat                     xhat = deviation * rstd; rstd comes after the sums
 //   m1 = sum over a group of v * A / M,  m2 = sum of v * B / M      M: the elements of a group
 //
 //   dx = rstd * (v * g - m1 - xhat * m2)
@@ -49,29 +49,30 @@ template <int kLanes, int kThreads, class A, int kCount> __device__ void add_lin
   }
 }
 
-// g and xhat of elements of one channel.
+// g and the deviations of elements of one channel.
 template <class S> struct Incoming {
   using A = typename S::Acc;
   using M = typename SharedMathFor<A, typename S::X, typename S::Finest>::type;
-  A add, mean, rstd, scale, shift;  // z = deviation * scale + shift
+  A add, mean, rstd, scale;  // scale: dz over a deviation's change
+  Argument<S> argument;
 
   __device__ Incoming() {}
   __device__ Incoming(const GroupNormArgs& args, i64 c, i64 at, A mean, A rstd) : mean(mean), rstd(rstd) {
     const Channel<S> channel(args, c, at);
     add = channel.add;
     scale = rstd * channel.scaled();
-    shift = channel.shifted();
+    argument = Argument<S>(channel, rstd);
   }
   __device__ A deviation(A x) const { return with_added<S>(x, add) - mean; }
   __device__ A gradient(A dy, A deviation) const {
     if constexpr (S::kActivation == 0) return dy;
-    else return act::times_slope<typename Activation<S::kActivation>::type, M>(dy, fused(deviation, scale, shift));
+    else return act::times_slope<typename Activation<S::kActivation>::type, M>(dy, argument(deviation));
   }
   __device__ void add_to(Sums<A, kSums<S>>& sums, A x, A dy) const {
-    const A d = deviation(x), g = gradient(dy, d), xhat = d * rstd;
+    const A d = deviation(x), g = gradient(dy, d);
     sums.of[0] += g;
-    sums.of[1] = fused(g, xhat, sums.of[1]);
-    if constexpr (S::kSumsX) sums.of[2] += xhat;
+    sums.of[1] = fused(g, d, sums.of[1]);
+    if constexpr (S::kSumsX) sums.of[2] += d;
   }
 };
 
@@ -128,8 +129,10 @@ __device__ Sums<typename S::Acc, kSums<S>> sum_up(const GroupNormArgs& args, con
         A x[S::kVec], dy[S::kVec];
         widen_pack(both.x, x);
         widen_pack(both.dy, dy);
+        Sums<A, kSums<S>> few{};  // fewer additions to large sums, which round most
 #pragma unroll
-        for (int e = 0; e < S::kVec; ++e) in.add_to(sums, x[e], dy[e]);
+        for (int e = 0; e < S::kVec; ++e) in.add_to(few, x[e], dy[e]);
+        sums += few;
       });
   add_line<S::kLanes, S::kThreads>(sums);
   return sums;
@@ -171,12 +174,13 @@ template <class S> __device__ const typename S::Acc* finish_group(const GroupNor
   using A = typename S::Acc;
   __shared__ A means[2];
   const i64 first = group * args.depth;
+  const A rstd = of_group<A>(args, args.stats, 1, group);
   Sums<A, 2> total{};
   __syncthreads();  // the sums are stored
   for (i64 d = threadIdx.x; d < args.depth; d += S::kThreads) {
     const i64 at = first + d, sample = quotient(at, args.channels), c = at - sample * args.channels;
     const Channel<S> channel(args, c, at);
-    const A a = sums_of<S>(args, 0)[at], b = sums_of<S>(args, 1)[at], v = channel.scaled();
+    const A a = sums_of<S>(args, 0)[at], b = rstd * sums_of<S>(args, 1)[at], v = channel.scaled();
     total += {v * a, v * b};
     store_number<typename S::Scale>(args.dscale, at, fused(channel.weight, b, channel.bias * a));
     store_number<typename S::Shift>(args.dshift, at, a);
@@ -191,11 +195,11 @@ template <class S> __device__ const typename S::Acc* finish_group(const GroupNor
   }
   __syncthreads();
   if constexpr (S::kSumsX) {
-    const A rstd = of_group<A>(args, args.stats, 1, group), m1 = means[0] * static_cast<A>(args.positions);
+    const A m1 = means[0] * static_cast<A>(args.positions), m2 = means[1] * rstd;
     for (i64 d = threadIdx.x; d < args.depth; d += S::kThreads) {
       const i64 at = first + d;
       const A v = Channel<S>(args, remainder(at, args.channels), at).scaled();
-      const A de = rstd * (fused(v, sums_of<S>(args, 0)[at], -m1) - means[1] * sums_of<S>(args, 2)[at]);
+      const A de = rstd * (fused(v, sums_of<S>(args, 0)[at], -m1) - m2 * sums_of<S>(args, 2)[at]);
       store_number<typename S::Add>(args.dadd, at, de);
     }
   }
