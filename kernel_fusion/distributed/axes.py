@@ -130,7 +130,8 @@ def _qk_norm_rope(query: Tensor, key: None, weight: Tensor | None, _: None, *res
 def _group_norm(*args: Any) -> Call:
     """Samples are free."""
     c = GroupNorm(*args)
-    eager.group_norm(*(t.to("meta") if isinstance(t, Tensor) else t for t in args))  # raises where shapes don't fit
+    shapes = (torch.empty(t.shape, dtype=t.dtype, device="meta") if isinstance(t, Tensor) else t for t in args)
+    eager.group_norm(*shapes)  # raises where shapes don't fit
     axes: Axes = tuple(range(c.input.dim()))
     around = {i: t for i, t in enumerate(args[4:7], 4) if t is not None}
     operands = {0: axes} | {i: (1,) for i in (2, 3) if args[i] is not None}

@@ -142,7 +142,7 @@ void group_norm_cuda(const Tensor& x, const GroupNormFwdCall& c, bool channels_l
   run.args.eps = c.eps, run.args.scale_offset = c.scale_offset;
   const OnDevice on(x.device());
   if (run.is_row) return run.step(GroupStep::kRow, run.rows(), on.stream);
-  const Tensor parts = run.scratch(2, run.args.samples * run.args.channels * run.args.pieces);
+  const Tensor parts = run.scratch(3, run.args.samples * run.args.channels * run.args.pieces);
   run.args.parts = parts.data_ptr();
   run.step(GroupStep::kMoments, run.blocks, on.stream);
   run.step(GroupStep::kFinish, run.rows(), on.stream);

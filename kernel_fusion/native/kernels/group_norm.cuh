@@ -37,9 +37,10 @@ __device__ inline i64 groups_of(const GroupNormArgs& args) { return quotient(arg
 
 // ---- Moments ---------------------------------------------------------------------------------------------------------------
 
-// The mean of some elements, and the sum of squared deviations from it.
+// The mean of some elements, and the sum of squared deviations from it. `rest` is what rounding took from the mean: one part
+// joins many, and far from zero each rounding would be as large as that of the final mean.
 template <class A> struct Part {
-  A count, mean, squares;
+  A count, mean, rest, squares;
 
   __device__ void join(const Part& other) {
     if (other.count == A(0)) return;
@@ -47,10 +48,16 @@ template <class A> struct Part {
       *this = other;
       return;
     }
-    const A all = count + other.count, share = other.count / all, apart = other.mean - mean;
-    mean = fused(apart, share, mean);
+    const A all = count + other.count, share = other.count / all, apart = (other.mean - mean) + (other.rest - rest);
+    move_mean(apart * share);
     squares += fused(apart * apart, count * share, other.squares);
     count = all;
+  }
+  // Adds to the mean, and what that rounds away to the rest.
+  __device__ void move_mean(A by) {
+    const A moved = mean + by, step = moved - mean;
+    rest += (mean - (moved - step)) + (by - step);
+    mean = moved;
   }
 };
 
@@ -69,10 +76,12 @@ template <class A> struct Gathered {
     count += A(kVec);
   }
   __device__ Part<A> part() const {
-    if (count == A(0)) return {0, 0, 0};
-    const A off = sum / count, rest = fused(-off, sum, squares);
+    if (count == A(0)) return {0, 0, 0, 0};
+    const A off = sum / count, about_mean = fused(-off, sum, squares);
     const bool finite = squares - squares == A(0);  // else the correction may be infinite
-    return {count, shift + off, finite ? (rest < A(0) ? A(0) : rest) : squares};
+    Part<A> made{count, shift, 0, finite ? (about_mean < A(0) ? A(0) : about_mean) : squares};
+    made.move_mean(off);
+    return made;
   }
 };
 
@@ -81,7 +90,7 @@ template <int kLanes, class A> __device__ Part<A> join_lanes(Part<A> part) {
 #pragma unroll
   for (int step = kLanes / 2; step > 0; step /= 2)
     part.join({__shfl_down_sync(~0u, part.count, step, kLanes), __shfl_down_sync(~0u, part.mean, step, kLanes),
-               __shfl_down_sync(~0u, part.squares, step, kLanes)});
+               __shfl_down_sync(~0u, part.rest, step, kLanes), __shfl_down_sync(~0u, part.squares, step, kLanes)});
   return part;
 }
 
@@ -89,18 +98,20 @@ template <int kLanes, class A> __device__ Part<A> join_lanes(Part<A> part) {
 template <int kLanes, int kThreads, class A> __device__ Part<A> join_line(Part<A> part) {
   part = join_lanes<(kLanes < 32 ? kLanes : 32)>(part);
   if constexpr (kLanes > 32) {
-    __shared__ A table[kThreads / 32][3];
+    __shared__ A table[kThreads / 32][4];
     const int warp = threadIdx.x / 32;
     __syncthreads();  // a former use of the table
     if (threadIdx.x % 32 == 0) {
       table[warp][0] = part.count;
       table[warp][1] = part.mean;
-      table[warp][2] = part.squares;
+      table[warp][2] = part.rest;
+      table[warp][3] = part.squares;
     }
     __syncthreads();
     if (threadIdx.x % kLanes == 0)
 #pragma unroll
-      for (int w = 1; w < kLanes / 32; ++w) part.join({table[warp + w][0], table[warp + w][1], table[warp + w][2]});
+      for (int w = 1; w < kLanes / 32; ++w)
+        part.join({table[warp + w][0], table[warp + w][1], table[warp + w][2], table[warp + w][3]});
   }
   return part;
 }
@@ -284,9 +295,10 @@ template <class S, class T, class Join> __device__ void join_lines(T (&values)[S
 // ---- Kernels ---------------------------------------------------------------------------------------------------------------
 
 template <class A> __device__ void store_part(const GroupNormArgs& args, i64 i, const Part<A>& part) {
-  A* p = static_cast<A*>(args.parts) + 2 * i;
+  A* p = static_cast<A*>(args.parts) + 3 * i;
   p[0] = part.mean;
-  p[1] = part.squares;
+  p[1] = part.rest;
+  p[2] = part.squares;
 }
 
 template <class S> __device__ void moments_of_stretch(const GroupNormArgs& args) {
@@ -353,7 +365,7 @@ template <class S> struct PartOfGroup {
 // Stores a group's statistics, of which the first thread has the moments.
 template <class A> __device__ void store_stats(const GroupNormArgs& args, i64 group, const Part<A>& all, A (&stats)[2]) {
   const A variance = all.squares / all.count;
-  stats[0] = all.mean;
+  stats[0] = all.mean + all.rest;
   stats[1] = reciprocal_sqrt(variance + static_cast<A>(args.eps));
   A* p = static_cast<A*>(args.stats) + group;
   p[0] = stats[0];
@@ -364,17 +376,15 @@ template <class S> __device__ void finish_moments(const GroupNormArgs& args) {
   using A = typename S::Acc;
   const i64 group = blockIdx.x, count = args.depth * args.pieces;
   const A* parts = static_cast<const A*>(args.parts);
-  struct Loaded {
-    A count, mean, squares;
-  };
   Part<A> all{};
   batched<4>(
       static_cast<i64>(threadIdx.x), count, static_cast<i64>(S::kThreads),
       [&](i64 i) {
         const PartOfGroup<S> at(args, group, i);
-        return Loaded{static_cast<A>(at.count), parts[2 * at.index], parts[2 * at.index + 1]};
+        const A* part = parts + 3 * at.index;
+        return Part<A>{static_cast<A>(at.count), part[0], part[1], part[2]};
       },
-      [&](i64, const Loaded& each) { all.join({each.count, each.mean, each.squares}); });
+      [&](i64, const Part<A>& each) { all.join(each); });
   all = join_line<S::kThreads, S::kThreads>(all);
   A stats[2];
   if (threadIdx.x == 0) store_stats(args, group, all, stats);

@@ -15,7 +15,7 @@ struct GroupNormArgs {
   const void* shift;
   void* y;      // backward: dx
   void* stats;  // mean and rstd, [2][samples][groups]
-  void* parts;  // of pieces: mean and sum of squares; backward: the sums below
+  void* parts;  // of pieces: mean, its rest, sum of squares; backward: the sums below
   void* sums;   // backward: of g, of g * deviation and perhaps of deviations, [2 or 3][samples][channels]
   void* means;  // backward: of v * g and v * g * xhat over a group, [2][samples][groups]
   void* dadd;
