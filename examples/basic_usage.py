@@ -229,6 +229,20 @@ def attention(device: torch.device) -> int:
         lambda: kf.softmax(x, causal=True),
         lambda: torch.softmax(x.masked_fill(~keep, -torch.inf), -1),
     )
+    tokens = torch.arange(4 * ROWS, device=device).view(4, ROWS) % ROWS
+    compare(
+        "token_logprob",
+        lambda: kf.token_logprob(x, tokens),
+        lambda: torch.log_softmax(x, -1).gather(-1, tokens[..., None])[..., 0],
+    )
+    rows, target = x.flatten(0, 1), tokens.flatten()
+    compare("cross_entropy", lambda: kf.cross_entropy(rows, target), lambda: F.cross_entropy(rows, target))
+    smooth = kf.FusedCrossEntropyLoss(label_smoothing=0.1)
+    compare(
+        "FusedCrossEntropyLoss, label smoothing",
+        lambda: smooth(rows, target),
+        lambda: F.cross_entropy(rows, target, label_smoothing=0.1),
+    )
     compare(
         "attention_scores",
         lambda: kf.attention_scores(query, key),

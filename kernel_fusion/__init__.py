@@ -16,7 +16,8 @@ from kernel_fusion.core.quantize import Quantize
 from kernel_fusion.functional import *  # noqa: F403 - its `__all__` says what
 from kernel_fusion.functional.attention import *  # noqa: F403 - for type checkers, which do not add up `__all__`
 from kernel_fusion.functional.explain import Explanation, explain
-from kernel_fusion.functional.results import Quantized
+from kernel_fusion.functional.losses import *  # noqa: F403
+from kernel_fusion.functional.results import CrossEntropyOutput, Quantized, TokenLogprobOutput
 from kernel_fusion.nn import *  # noqa: F403
 
 if TYPE_CHECKING:
@@ -38,10 +39,12 @@ _PATCHING = ("Report", "patch", "unpatch")
 
 __all__ = [
     "ACTIVATIONS",
+    "CrossEntropyOutput",
     "Explanation",
     "Quantize",
     "Quantized",
     "Report",
+    "TokenLogprobOutput",
     "compiler",
     "errors",
     "explain",

@@ -453,6 +453,9 @@ _KEPT = {
     "softmax": 119,
     "softmax-masked": 119,
     "log_softmax": 119,
+    "cross_entropy": 21,  # the targets, m and log s
+    "cross_entropy-smoothed": 28,  # and lse, for its square
+    "token_logprob": 28,  # and the entropy
     "bias_act-tanh": 119,  # the result
     "bias_act-relu": 119,
     "add_act-leaky_relu": 15,  # bits; and 15 bytes of them on a GPU for bias_act-relu

@@ -52,6 +52,10 @@ def _required(verb: str) -> dict[str, Any]:
         return {"gate": _GATE, "value": _X, "activation": "silu"}
     if verb == "group_norm":
         return {"input": _X, "num_groups": 3}
+    if verb in ("cross_entropy", "token_logprob"):
+        classes = torch.tensor([0, 3, 7])
+        names = ("input", "target") if verb == "cross_entropy" else ("logits", "ids")
+        return dict(zip(names, (_X[0], classes), strict=True))
     parameters = inspect.signature(getattr(kf, verb)).parameters
     needed = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
     return {"input": _X, "normalized_shape": 8} | {name: _VALUES[name][name] for name in needed if name in _VALUES}
@@ -149,8 +153,8 @@ _LACKING = [(what, backend) for what, lacks in WITHOUT_KERNELS.items() for backe
 def test_a_backend_without_kernels(what: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request for it is refused in the words of the table, even where the backend could run."""
     monkeypatch.setattr(availability, "why_not_cuda", lambda device=None: None)
-    options: dict[str, Any] = {"group": {"group": object()}}.get(what, {})
-    verb = what if hasattr(kf, what) else "rms_norm"
+    options: dict[str, Any] = {"group": {"group": object()}, "probabilities": {"target": _X[0]}}.get(what, {})
+    verb = {"group": "rms_norm", "probabilities": "cross_entropy"}.get(what, what)
     kind, text = outcome(lambda: _call(verb, **options, backend=backend))
     assert kind == "BackendUnavailableError"
     assert WITHOUT_KERNELS[what][backend] in text

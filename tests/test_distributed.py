@@ -105,6 +105,29 @@ def test_samples_of_images_stay(ranks: Ranks) -> None:
     ranks(_check_images)
 
 
+def _check_losses(device: str) -> None:
+    logits, target = torch.randn(5, 7, device=device), torch.tensor([0, -100, 6, 2, 3], device=device)
+    keep = torch.rand(5, 7, device=device) < 0.9
+    made = []
+    for placement in (None, Shard(0), Shard(1)):
+        of_rows: Placement = placement if placement == Shard(0) else Replicate()
+        x, t, mask = (logits.clone(), target, keep) if placement is None else (
+            spread(logits, placement), spread(target, of_rows), spread(keep, placement)
+        )  # fmt: skip
+        x.requires_grad_()
+        loss = kf.cross_entropy(x, t, label_smoothing=0.1, z_loss=1e-2)
+        _, entropy = kf.token_logprob(x, t.clamp(0)[:, None], mask=mask, entropy=True)
+        made.append([loss, entropy, *torch.autograd.grad(loss + entropy.sum(), x)])
+    for others in made[1:]:
+        for one, other in zip(others, made[0], strict=True):
+            torch.testing.assert_close(whole(one), other)
+
+
+def test_losses_of_spread_logits(ranks: Ranks) -> None:
+    """Rows and vocabularies that are spread give the loss, the entropy and the gradient of the whole."""
+    ranks(_check_losses)
+
+
 def _check_single(device: str) -> None:
     plain = [torch.randn(*shape, device=device) for shape in ((4, 3, _COLS), (4, 1, _COLS), (1, _COLS))]
     spreads = [spread(t, Shard(d)) for t, d in zip(plain, (0, 1, 0), strict=True)]

@@ -139,7 +139,7 @@ def test_freed_arguments_of_the_definition(operation: Verb, way: str) -> None:
             operation.on(EAGER)(*leaves) if way == "eager" else torch.func.vjp(operation.on(CPU), *leaves)
 
 
-@_exact
+@verbs_where(lambda verb: verb.exact and not verb.name.startswith("cross_entropy"))  # PyTorch changes its sign, last
 def test_freed_cotangents_of_a_differentiated_backward(operation: Verb, target: Target) -> None:
     """Nor do the operations of a backward that is itself differentiated."""
     leaves = [t.detach().requires_grad_() for t in operation.leaves(target)]

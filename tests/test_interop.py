@@ -19,6 +19,7 @@ from torch import Tensor
 import kernel_fusion as kf
 from kernel_fusion.functional import interop
 
+_CLASSES = torch.tensor([1, 0, 7, 3])
 # Each verb and operation as a function of three arrays: two of shape (4, 8) and one of shape (8,).
 CALLS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "layer_norm": lambda x, y, w: kf.layer_norm(x, 8, w, bias=w),
@@ -41,6 +42,8 @@ CALLS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "mean_abs": lambda x, y, w: kf.mean_abs(x),
     "softmax": lambda x, y, w: kf.softmax(x, mask=y),
     "log_softmax": lambda x, y, w: kf.log_softmax(x, mask=y),
+    "cross_entropy": lambda x, y, w: kf.cross_entropy(x, _CLASSES, reduction="none"),
+    "token_logprob": lambda x, y, w: kf.token_logprob(x, _CLASSES),
     "attention_weights": lambda x, y, w: kf.attention_scores(x, y, normalize=True),
     "ops.elementwise_add_relu": lambda x, y, w: kf.ops.elementwise_add_relu(x, y),
     "ops.elementwise_mul_tanh": lambda x, y, w: kf.ops.elementwise_mul_tanh(x, y),

@@ -18,6 +18,7 @@ from support import Target
 from torch import Tensor
 
 import kernel_fusion as kf
+from kernel_fusion.core import checks
 from kernel_fusion.testing import unfused
 
 Function = Callable[..., Any]
@@ -70,6 +71,7 @@ class Verb:
             "add_modulated",
             "softmax",
             "log_softmax",
+            "cross_entropy-smoothed",
             "attention_weights",
             "bias_act-tanh",
             "bias_act-relu",
@@ -88,10 +90,16 @@ class Verb:
 
     def on(self, target: Target) -> Callable[..., Any]:
         """The call on the target's backend."""
-        return lambda *tensors: self.ours(*tensors, backend=target.backend)
+        return lambda *tensors: self.ours(*tensors, backend="eager" if self._lacks(target) else target.backend)
+
+    def _lacks(self, target: Target) -> bool:
+        """Whether the target's backend has no kernels for this verb."""
+        return checks.without_kernels(self.name.partition("-")[0], target.backend) is not None
 
     def ran(self, target: Target, forward: int | None = 1, backward: int | None = 0) -> AbstractContextManager[None]:
         """`Target.ran` for these numbers of calls and backward passes of this verb."""
+        if self._lacks(target):
+            return target.ran(0, 0)
         return target.ran(self._count(forward), self._count(backward))
 
     def _count(self, calls: int | None) -> int | None:
@@ -218,6 +226,16 @@ def _angles(x: Tensor) -> tuple[Tensor, Tensor]:
 _MAX_PAIRS = 256
 
 
+def _classes(x: Tensor) -> Tensor:
+    """A class for each row of x, in a tensor of x's kind."""
+    return torch.full_like(x.detach()[:, 0], 3 % x.shape[1], dtype=torch.int64)
+
+
+def _logprob_and_entropy(x: Tensor) -> tuple[Tensor, Tensor]:
+    logs = torch.log_softmax(unfused.scaled(x, 2.0), -1)
+    return logs.gather(-1, _classes(x)[:, None])[:, 0], -(logs.exp() * logs).sum(-1)
+
+
 def _two_heads(rows: int, cols: int) -> tuple[int, ...]:
     return rows, 2, 2 * min(cols, _MAX_PAIRS)
 
@@ -305,6 +323,33 @@ _VERBS = (
         lambda x, **o: kf.log_softmax(x, scale=0.5, **o),
         lambda x: torch.log_softmax(unfused.scaled(x, 0.5), -1),
         batches=True,
+    ),
+    Verb(
+        "cross_entropy",
+        {"x": _matrix},
+        lambda x, **o: kf.cross_entropy(x, _classes(x), reduction="none", scale=0.5, **o),
+        lambda x: torch.nn.functional.cross_entropy(unfused.scaled(x, 0.5), _classes(x), reduction="none"),
+        kernels=None,
+        reshapes=True,
+    ),
+    Verb(
+        "cross_entropy-smoothed",
+        {"x": _matrix},
+        lambda x, **o: kf.cross_entropy(x, _classes(x), reduction="none", label_smoothing=0.1, z_loss=1e-2, **o),
+        lambda x: (
+            torch.nn.functional.cross_entropy(x, _classes(x), reduction="none", label_smoothing=0.1)
+            + 1e-2 * torch.logsumexp(x, -1).square()
+        ),
+        kernels=None,
+        reshapes=True,
+    ),
+    Verb(
+        "token_logprob",
+        {"x": _matrix},
+        lambda x, **o: kf.token_logprob(x, _classes(x), temperature=0.5, entropy=True, **o),
+        _logprob_and_entropy,
+        kernels=None,
+        reshapes=True,
     ),
     Verb(
         "attention_scores",

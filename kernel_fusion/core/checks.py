@@ -30,6 +30,11 @@ CONDITIONS = {
 WITHOUT_KERNELS = {
     "group": dict.fromkeys(("triton", "cpu"), "it has no kernels for rows that are spread over ranks"),
     "group_norm": dict.fromkeys(("triton", "cpu"), "it has no kernels for group norms"),
+    **dict.fromkeys(
+        ("cross_entropy", "token_logprob"),
+        dict.fromkeys(("cuda", "triton"), "it has no kernels for losses and log-probabilities"),
+    ),
+    "probabilities": dict.fromkeys(("cuda", "triton", "cpu"), "it has no kernels for targets that are probabilities"),
 }
 
 

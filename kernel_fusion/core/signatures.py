@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from kernel_fusion.core import stages
 from kernel_fusion.core.fields import Names
+from kernel_fusion.core.losses import EXTRAS
 from kernel_fusion.core.spec import PASSES
 
 # What an argument is for the rows of the result:
@@ -163,6 +164,14 @@ _GROUPS = (*_options("int num_groups"), *_AROUND)
 _MODULATED = _options("float scale_offset, str activation", activation=stages.NAMES["activation"])
 _GROUP_NORM = (*_rows("input"), *_GROUPS, *_options("float eps"), *_MODULATED, *_options("ScalarType? out_dtype"))
 
+# The arguments by which logits become log-probabilities (backends/eager/losses.py).
+_LOGITS = (
+    Argument("Tensor?", "mask", "mask"),
+    Argument("Tensor?", "temperature", "place"),
+    Argument("Tensor?", "weight", "vector"),
+    *_options("float scale, float softcap, int ignore_index"),
+)
+
 _VERBS = (
     Operator("layer_norm", (*_rows("input"), *_PLAIN), row_dims=_num_dims),
     Operator("rms_norm", (*_rows("input"), *_OPTIONAL_EPS), row_dims=_num_dims),
@@ -189,6 +198,18 @@ _VERBS = (
     ),
     # Samples are independent, but must be the first dimension.
     Operator("group_norm", _GROUP_NORM),
+    # `ids` has the leading dimensions of the input, and perhaps one more. Unwanted results are empty.
+    Operator(
+        "token_logprob",
+        (
+            *_rows("input"),
+            Argument("Tensor", "ids", "place"),
+            *_LOGITS,
+            *_options("str extra, bool predicts", extra=EXTRAS),
+        ),
+        ("logprob", "largest", "log_sum", "extra", "predicted"),
+        row_dims=lambda call: 1,
+    ),
     # With an `eps`, each head is normalised by RMSNorm before. The results have their dimensions in the order of the
     # strides of their arguments. A token's position is its place.
     Operator("qk_norm_rope", (*_rows("query", "key?"), *_ROTARY), ("query", "key")),
@@ -232,6 +253,17 @@ _PARTS = (
         "group_norm_bwd",
         (*_rows("dy", "input", "stats"), *_GROUPS, *_MODULATED, *_options("bool[6] output_mask")),
         ("dx", "dweight", "dbias", "dadd", "dscale", "dshift"),
+    ),
+    # dz = p (da - sum(dlogprob) + db log p) + dc weight, and dlogprob at each id; da, db and dc may be absent.
+    Operator(
+        "token_logprob_bwd",
+        (
+            *_rows("input"),
+            *(Argument("Tensor", name, "place") for name in ("ids", "largest", "log_sum", "dlogprob")),
+            *(Argument("Tensor?", name, "place") for name in ("da", "db", "dc")),
+            *_LOGITS,
+        ),
+        like="input",
     ),
     # With a norm, backward computes the statistics again.
     Operator(

@@ -140,9 +140,28 @@ def _group_norm(*args: Any) -> Call:
     )
 
 
+def _token_logprob(*args: Any) -> Call:
+    """Rows are free. `ids` may have a dimension of its own."""
+    shapes: list[Any] = [
+        torch.empty(t.shape, dtype=t.dtype, device="meta") if isinstance(t, Tensor) else t for t in args
+    ]
+    eager.token_logprob(*shapes)  # raises where shapes don't fit
+    input, ids, mask, temperature, weight, *_, extra, predicts = args
+    classes = input.dim() - 1
+    rows = tuple(range(classes))
+    of_ids = rows if ids.dim() == classes else (*rows, input.dim())
+    operands: dict[int, Axes] = {0: (*rows, classes), 1: of_ids}
+    operands |= {} if mask is None else {2: _broadcast_axes(mask, input.shape)}
+    operands |= {3: rows} if temperature is not None else {}
+    operands |= {4: (classes,)} if weight is not None else {}
+    results = (of_ids, rows, rows, rows if extra != "none" else None, rows if predicts else None)
+    return Call((*input.shape, ids.shape[-1] if ids.dim() else 1), operands, results, frozenset(rows))
+
+
 # The operators whose results are no rows of their first tensor.
 _RULES: dict[str, Callable[..., Call]] = {
     "reduce": _reduce,
     "qk_norm_rope": _qk_norm_rope,
     "group_norm": _group_norm,
+    "token_logprob": _token_logprob,
 }

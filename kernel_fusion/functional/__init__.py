@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from torch.utils import _pytree as pytree
 
-from kernel_fusion.functional import attention, interop
+from kernel_fusion.functional import attention, interop, losses
 from kernel_fusion.functional.attention import *  # noqa: F403 - its `__all__` says what
 from kernel_fusion.functional.gated_norm import gated_layer_norm, gated_rms_norm
 from kernel_fusion.functional.group_norm import group_norm
+from kernel_fusion.functional.losses import *  # noqa: F403
 from kernel_fusion.functional.modulated_norm import (
     add_modulated_layer_norm,
     add_modulated_rms_norm,
@@ -24,7 +25,7 @@ from kernel_fusion.functional.modulated_norm import (
 )
 from kernel_fusion.functional.pointwise import act_dropout, add_act, bias_act, gated_act, mul_act
 from kernel_fusion.functional.reductions import mean_abs, sum_squared
-from kernel_fusion.functional.results import NormOutput, Quantized
+from kernel_fusion.functional.results import CrossEntropyOutput, NormOutput, Quantized, TokenLogprobOutput
 from kernel_fusion.functional.rotary import qk_norm_rope, rope
 from kernel_fusion.functional.row_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
@@ -51,10 +52,10 @@ __all__ = [
     "rope",
     "sum_squared",
 ]
-__all__ += attention.__all__
+__all__ += attention.__all__ + losses.__all__
 
 interop.keep_from_scripts(globals())
 
 # Named tuples are trees to PyTorch; with a name, programs that return one, or pass it between modules, can be saved.
-for _result in (NormOutput, Quantized):
+for _result in (CrossEntropyOutput, NormOutput, Quantized, TokenLogprobOutput):
     pytree._register_namedtuple(_result, serialized_type_name=f"kernel_fusion.{_result.__name__}")

@@ -70,16 +70,18 @@ def explain(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         no_kernel = "without `normalize` there is only the matrix product, which is the vendor library's"
         return Explanation("eager", {backend: no_kernel for backend in BACKENDS if backend != "eager"})
     mask: Any = arguments.get("mask")
-    # A boolean mask is read as it is, and so are positions; other booleans and integers are PyTorch's affair.
+    # A boolean mask, positions and classes are read as they are; other booleans and integers are PyTorch's affair.
     tensors = [t for t in arguments.values() if isinstance(t, Tensor) and (t is not mask or t.dtype != torch.bool)]
-    tensors = [t for t in tensors if t is not arguments.get("positions")]
+    tensors = [t for t in tensors if not any(t is arguments.get(name) for name in ("positions", "ids", "target"))]
     spread = _has_spread_rows(arguments)
+    soft = isinstance(arguments.get("target"), Tensor) and arguments["target"].is_floating_point()
+    special = [what for what, there in (("group", spread), ("probabilities", soft)) if there]
     reasons: dict[str, str] = {}
     chosen = None
     for candidate in BACKENDS:
         reason = None if candidate == "eager" else obstacle(candidate, tensors)
         reason = reason or checks.without_kernels(name, candidate)
-        reason = (spread and checks.without_kernels("group", candidate)) or reason
+        reason = next(filter(None, (checks.without_kernels(what, candidate) for what in special)), reason)
         if reason is None and wanted not in (None, candidate):
             reason = f"{wanted!r} was requested"
         if reason is None and wanted is None and candidate == "triton" and tensors[0].device.type == "cpu":

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernel_fusion.config import check_backend_name, state
 from kernel_fusion.core import checks
 from kernel_fusion.core.group_norm import per_channel
-from kernel_fusion.errors import BackendUnavailableError
 from kernel_fusion.functional import interop
 from kernel_fusion.operators.dispatch import operator
 
@@ -76,7 +74,6 @@ def group_norm(
         options = {"activation": activation, "backend": backend}
         return interop.served(group_norm, input, num_groups, weight, bias, eps, **around, **options)  # type: ignore[no-any-return]
     activation = checks.activation("group_norm", "activation", activation)
-    _check_backend(backend)
     try:
         a, s, t = (
             per_channel("group_norm", name, value, input)
@@ -89,10 +86,3 @@ def group_norm(
         checks.explain("group_norm", error, tensors, num_groups=num_groups, eps=eps, scale_offset=scale_offset)
         raise
     return result
-
-
-def _check_backend(backend: str | None) -> None:
-    check_backend_name(backend)
-    wanted = backend or state.backend
-    if wanted is not None and (reason := checks.without_kernels("group_norm", wanted)):
-        raise BackendUnavailableError(f"`group_norm`: backend {wanted!r} was requested, but {reason}")

@@ -10,6 +10,35 @@ from torch import Tensor
 from kernel_fusion.core.quantize import BLOCK, LARGEST
 
 
+class CrossEntropyOutput(NamedTuple):
+    """The result of :func:`kernel_fusion.cross_entropy` with `stats`.
+
+    Attributes:
+        loss: what the function returns without `stats`.
+        lse: the logarithm of the sum of the exponentials of a row's logits, with the shape of the target. It is
+            differentiable.
+        predicted: the class with the largest logit, the first of several; int64, with the shape of the target.
+        correct: whether that is the target; bool.
+    """
+
+    loss: Tensor
+    lse: Tensor
+    predicted: Tensor
+    correct: Tensor
+
+
+class TokenLogprobOutput(NamedTuple):
+    """The result of :func:`kernel_fusion.token_logprob` with `entropy`.
+
+    Attributes:
+        logprob: what the function returns without `entropy`.
+        entropy: that of each row's probabilities, of the logits' shape without the classes. It is differentiable.
+    """
+
+    logprob: Tensor
+    entropy: Tensor
+
+
 class NormOutput(NamedTuple):
     """The result of the `add_*` verbs.
 

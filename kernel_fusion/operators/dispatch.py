@@ -16,7 +16,7 @@ from torch.compiler import is_dynamo_compiling
 from kernel_fusion.backends import availability, triton
 from kernel_fusion.backends.availability import PLAIN_TENSORS, is_dtensor, refusal
 from kernel_fusion.config import check_backend_name, state
-from kernel_fusion.core import arguments
+from kernel_fusion.core import arguments, checks
 from kernel_fusion.errors import BackendUnavailableError
 from kernel_fusion.operators import jagged, loader, schemas
 from kernel_fusion.operators.fallback import define_triton
@@ -56,7 +56,7 @@ def _chosen(verb: str, name: str, backend: str | None, *tensors: Tensor | None) 
     if backend == "eager":
         definition = partial(schemas.reference_call, name)
         return definition if is_dynamo_compiling() else arguments.checked(_OVERLOADS[name], definition)
-    if backend is not None and (reason := obstacle(backend, tensors)):
+    if backend is not None and (reason := obstacle(backend, tensors) or checks.without_kernels(verb, backend)):
         raise BackendUnavailableError(f"`{verb}`: backend {backend!r} was requested, but {reason}")
     return partial(triton.serve, name) if backend == "triton" else _by_device(name)
 

@@ -76,6 +76,22 @@ def reduce(input: Tensor, dim: list[int], keepdim: bool, _: str, dtype: torch.dt
 
 
 @_meta
+def token_logprob(input: Tensor, ids: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    """Numbers for each id and for each row."""
+    *_, extra, predicts = rest
+    wide = compute_dtype(input.dtype)
+    number, nothing = input.new_empty(input.shape[:-1], dtype=wide), input.new_empty(0, dtype=wide)
+    predicted = number if predicts else nothing
+    return (
+        input.new_empty(ids.shape, dtype=wide),
+        number,
+        torch.empty_like(number),
+        nothing if extra == "none" else torch.empty_like(number),
+        torch.empty_like(predicted, dtype=torch.int64),
+    )
+
+
+@_meta
 def qk_norm_rope(query: Tensor, key: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
     """Query and key, each with its dimensions in the order of its argument's strides."""
     return result_like(query), query.new_empty(0) if key is None else result_like(key)

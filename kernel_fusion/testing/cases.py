@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kernel_fusion.core.activations import ACTIVATIONS
-from kernel_fusion.testing import attention, group_norms
+from kernel_fusion.testing import attention, group_norms, losses
 from kernel_fusion.testing.case import DTYPES, Case
 from kernel_fusion.testing.pointwise import PointwiseCase, ReduceCase
 from kernel_fusion.testing.rotary import RotaryCase
@@ -23,7 +23,7 @@ _MIXES = (*((dtype, dtype) for dtype in DTYPES), (_BF16, _FP32))
 def cases(quick: bool) -> list[Case]:
     """Return all cases. `quick` leaves out shapes, but no function and no dtype."""
     norms = (row_norms, staged_norms, gated_norms, modulated_norms, group_norms.cases)
-    families = (*norms, pointwise, reductions, attention.cases, rotary)
+    families = (*norms, pointwise, reductions, attention.cases, losses.cases, rotary)
     return [case for family in families for case in family(quick)]
 
 

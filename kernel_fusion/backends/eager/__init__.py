@@ -9,6 +9,7 @@ from kernel_fusion.backends.eager import attention
 from kernel_fusion.backends.eager.attention import *  # noqa: F403 - its `__all__` says what
 from kernel_fusion.backends.eager.dropout import draw_seed, dropout
 from kernel_fusion.backends.eager.group_norm import group_norm
+from kernel_fusion.backends.eager.losses import logits, token_logprob
 from kernel_fusion.backends.eager.pointwise import pointwise
 from kernel_fusion.backends.eager.quantize import quantize
 from kernel_fusion.backends.eager.reduce import reduce
@@ -21,6 +22,7 @@ __all__ = [
     "draw_seed",
     "dropout",
     "group_norm",
+    "logits",
     "pointwise",
     "pytorch_row_norm",
     "qk_norm_rope",
@@ -28,5 +30,6 @@ __all__ = [
     "reduce",
     "row_norm",
     "staged_row_norm",
+    "token_logprob",
 ]
 __all__ += attention.__all__

@@ -63,6 +63,14 @@ struct GroupNormCall {
     scale_offset, activation, out_dtype); }
   template <class F> auto tensors(F&& f) const { return f(input, weight, bias, add, scale, shift); }
 };
+struct TokenLogprobCall {
+  static constexpr const char* kName = "token_logprob"; using Result = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+  const Tensor &input, &ids; const OptionalTensor &mask, &temperature, &weight; double scale, softcap; int64_t ignore_index;
+    std::string_view extra; bool predicts;
+  template <class F> auto arguments(F&& f) const { return f(input, ids, mask, temperature, weight, scale, softcap, ignore_index,
+    extra, predicts); }
+  template <class F> auto tensors(F&& f) const { return f(input, ids, mask, temperature, weight); }
+};
 struct QkNormRopeCall {
   static constexpr const char* kName = "qk_norm_rope"; using Result = std::tuple<Tensor, Tensor>;
   const Tensor &query; const OptionalTensor &key, &query_weight, &key_weight; const Tensor &cos, &sin; const OptionalTensor
@@ -133,6 +141,15 @@ struct GroupNormBwdCall {
     scale_offset, activation, output_mask); }
   template <class F> auto tensors(F&& f) const { return f(dy, input, stats, weight, bias, add, scale, shift); }
 };
+struct TokenLogprobBwdCall {
+  static constexpr const char* kName = "token_logprob_bwd"; using Result = Tensor;
+  const Tensor &input, &ids, &largest, &log_sum, &dlogprob; const OptionalTensor &da, &db, &dc, &mask, &temperature, &weight;
+    double scale, softcap; int64_t ignore_index;
+  template <class F> auto arguments(F&& f) const { return f(input, ids, largest, log_sum, dlogprob, da, db, dc, mask,
+    temperature, weight, scale, softcap, ignore_index); }
+  template <class F> auto tensors(F&& f) const { return f(input, ids, largest, log_sum, dlogprob, da, db, dc, mask, temperature,
+    weight); }
+};
 struct QkNormRopeBwdCall {
   static constexpr const char* kName = "qk_norm_rope_bwd"; using Result = std::tuple<Tensor, Tensor, Tensor, Tensor>;
   const Tensor &dy; const OptionalTensor &dy_key, &query, &key, &query_weight, &key_weight; const Tensor &cos, &sin; const
@@ -187,6 +204,7 @@ pointwise(Tensor a, Tensor? b, str combine, str activation, float scale, float d
 reduce(Tensor input, int[] dim, bool keepdim, str kind, ScalarType? dtype) -> Tensor
 softmax(Tensor input, Tensor? mask, float scale, bool causal, bool log=False) -> Tensor
 group_norm(Tensor input, int num_groups, Tensor? weight, Tensor? bias, Tensor? add, Tensor? scale, Tensor? shift, float eps, float scale_offset, str activation, ScalarType? out_dtype) -> Tensor
+token_logprob(Tensor input, Tensor ids, Tensor? mask, Tensor? temperature, Tensor? weight, float scale, float softcap, int ignore_index, str extra, bool predicts) -> (Tensor logprob, Tensor largest, Tensor log_sum, Tensor extra, Tensor predicted)
 qk_norm_rope(Tensor query, Tensor? key, Tensor? query_weight, Tensor? key_weight, Tensor cos, Tensor sin, Tensor? positions, float? eps, float weight_offset, bool interleaved, str rounding) -> (Tensor query, Tensor key)
 row_norm_fwd(Tensor input, int num_dims, Tensor? weight, Tensor? bias, float eps, float weight_offset, ScalarType? out_dtype, bool rms, Tensor? residual=None, str pre_activation='identity', str activation='identity', float dropout_p=0.0, Tensor? seed=None, str rounding='once', Tensor? gate=None, str gate_activation='identity', bool gate_first=False, bool grouped=False, Tensor? residual_gate=None, str passes='both', Tensor? sums=None) -> (Tensor y, Tensor stats, Tensor h)
 row_norm_bwd(Tensor dy, Tensor input, Tensor stats, int num_dims, Tensor? weight, ScalarType? bias_dtype, float weight_offset, bool rms, bool[5] output_mask, ScalarType? x_dtype=None, Tensor? dh=None, Tensor? x=None, Tensor? bias=None, bool has_residual=False, str pre_activation='identity', str activation='identity', float dropout_p=0.0, Tensor? seed=None, str rounding='once', Tensor? gate=None, str gate_activation='identity', bool gate_first=False, bool grouped=False, Tensor? residual_gate=None, str passes='both', Tensor? sums=None) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dresidual, Tensor dgate)
@@ -195,6 +213,7 @@ pointwise_bwd(Tensor dy, Tensor a, Tensor? b, str combine, str activation, float
 softmax_bwd(Tensor dy, Tensor y, float scale, bool leaves_out=False, bool log=False) -> Tensor
 group_norm_fwd(Tensor input, int num_groups, Tensor? weight, Tensor? bias, Tensor? add, Tensor? scale, Tensor? shift, float eps, float scale_offset, str activation, ScalarType? out_dtype) -> (Tensor y, Tensor stats)
 group_norm_bwd(Tensor dy, Tensor input, Tensor stats, int num_groups, Tensor? weight, Tensor? bias, Tensor? add, Tensor? scale, Tensor? shift, float scale_offset, str activation, bool[6] output_mask) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dadd, Tensor dscale, Tensor dshift)
+token_logprob_bwd(Tensor input, Tensor ids, Tensor largest, Tensor log_sum, Tensor dlogprob, Tensor? da, Tensor? db, Tensor? dc, Tensor? mask, Tensor? temperature, Tensor? weight, float scale, float softcap, int ignore_index) -> Tensor
 qk_norm_rope_bwd(Tensor dy, Tensor? dy_key, Tensor? query, Tensor? key, Tensor? query_weight, Tensor? key_weight, Tensor cos, Tensor sin, Tensor? positions, float? eps, float weight_offset, bool interleaved, str rounding, bool[4] output_mask) -> (Tensor dquery, Tensor dkey, Tensor dquery_weight, Tensor dkey_weight)
 quantize(Tensor input, ScalarType dtype, Tensor? scale, int block) -> (Tensor values, Tensor scale)
 quantized_row_norm(Tensor input, Tensor? residual, ScalarType dtype, Tensor? scale, int block, bool keeps, int num_dims, Tensor? weight, Tensor? bias, float eps, float weight_offset, ScalarType? out_dtype, bool rms, str pre_activation='identity', str activation='identity', float dropout_p=0.0, Tensor? seed=None, str rounding='once', Tensor? gate=None, str gate_activation='identity', bool gate_first=False, bool grouped=False, Tensor? residual_gate=None) -> (Tensor values, Tensor scale, Tensor output, Tensor residual)

@@ -305,6 +305,50 @@ struct SoftmaxBackward {
   RowShape shape() const { return {cols, 32768}; }
 };
 
+// ---- Log-probabilities ------------------------------------------------------------------------------------------------------
+
+// How logits come from a row of x: z = cap(scale * x) / temperature. Pointers are null where something is absent. Numbers
+// per row lie one after the other, in the accumulator type.
+struct LogitRows {
+  Dtype type;
+  const char* x;
+  const int64_t* ids;  // num_ids per row
+  const char *mask, *temperature, *weight;
+  RowLayout x_rows, mask_rows;
+  int64_t cols, num_ids, mask_stride;
+  double scale, softcap;  // a softcap of 0 caps nothing
+  int64_t ignore_index;
+};
+
+enum class Extra : int { kNone, kSum, kEntropy };
+
+struct TokenLogprob : LogitRows {
+  Extra extra;
+  char *logprob, *largest, *log_sum, *found;  // `found` is the extra
+  int64_t* predicted;
+
+  struct Carry {
+    // The largest logit, NaN if one is; sums of what is relative to it; the sum of the weights, or the number of columns that
+    // a mask keeps.
+    double largest, sum, extra, weights;
+    int64_t best;  // the first column of the largest logit
+  };
+  struct Total {};
+  static constexpr bool kWrites = false;
+  RowShape shape() const { return {cols, 8192}; }
+};
+
+struct TokenLogprobBackward : LogitRows {
+  const char *largest, *log_sum, *dlogprob, *da, *db, *dc;
+  char* dx;  // contiguous
+  bool streams;
+
+  struct Carry {};
+  struct Total {};
+  static constexpr bool kWrites = true;
+  RowShape shape() const { return {cols, 8192}; }
+};
+
 // ---- Rotary embedding ------------------------------------------------------------------------------------------------------
 
 // The strides of a tensor of heads, in elements. The columns of a head lie side by side.
@@ -362,6 +406,7 @@ using QuantizeRows = void(const Quantization&, const void* v, const RowLayout& l
   X(RowNormForwardStaged, forward_staged) X(PointwiseLoop, pointwise) X(PointwiseLoop, pointwise_bwd) \
   X(PointwiseColumns, pointwise_bwd_columns) X(RowKernel<Reduction>, reduce_rows) X(ReduceColumns, reduce_columns) X(AddRows, add_rows) \
   X(StoreSums, store_sums) X(RowKernel<Softmax>, softmax) X(RowKernel<SoftmaxBackward>, softmax_bwd) X(RotaryForward, rotary) \
+  X(RowKernel<TokenLogprob>, token_logprob) X(RowKernel<TokenLogprobBackward>, token_logprob_bwd) \
   X(RotaryBackward, rotary_bwd) X(QuantizeRows, quantize_rows) X(RoundRow, round_row) X(RowNormBackward, backward) \
   X(RowNormBackwardSums, backward_sums) X(RowNormBackwardDx, backward_dx) X(RowNormBackwardOwn, backward_own) \
   X(RowNormBackwardStaged, backward_staged)
