@@ -263,6 +263,7 @@ def test_double_backward(operation: Verb) -> None:
     assert torch.autograd.gradgradcheck(lambda *t: _first(operation.on(TRITON)(*t)), leaves, fast_mode=True)
 
 
+@verbs_where(lambda verb: not verb.lacks(TRITON))
 def test_transforms_take_the_definition(operation: Verb) -> None:
     """`torch.func.grad`, forward mode and vmap give the definition's results."""
     x, *rest = (t.detach() for t in operation.leaves(TRITON, 5, 8, F64))
@@ -352,7 +353,12 @@ def test_without_triton_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> N
     assert reason.startswith("the package triton is not installed")
 
 
-@pytest.mark.parametrize("name", [name for name in VERBS if hasattr(kf, name) and "rope" not in name])
+_explained = [
+    name for name, verb in VERBS.items() if hasattr(kf, name) and "rope" not in name and not verb.lacks(TRITON)
+]
+
+
+@pytest.mark.parametrize("name", _explained)
 def test_explain(name: str) -> None:
     """The plan of a requested call is listed, and nothing is launched; test_explain.py has those of heads."""
     x = torch.randn(4, 40000, device=DEVICE)

@@ -90,15 +90,15 @@ class Verb:
 
     def on(self, target: Target) -> Callable[..., Any]:
         """The call on the target's backend."""
-        return lambda *tensors: self.ours(*tensors, backend="eager" if self._lacks(target) else target.backend)
+        return lambda *tensors: self.ours(*tensors, backend="eager" if self.lacks(target) else target.backend)
 
-    def _lacks(self, target: Target) -> bool:
+    def lacks(self, target: Target) -> bool:
         """Whether the target's backend has no kernels for this verb."""
         return checks.without_kernels(self.name.partition("-")[0], target.backend) is not None
 
     def ran(self, target: Target, forward: int | None = 1, backward: int | None = 0) -> AbstractContextManager[None]:
         """`Target.ran` for these numbers of calls and backward passes of this verb."""
-        if self._lacks(target):
+        if self.lacks(target):
             return target.ran(0, 0)
         return target.ran(self._count(forward), self._count(backward))
 
