@@ -147,12 +147,17 @@ def test_shapes_of_what_stands_around(place: Target) -> None:
         torch.testing.assert_close(each, found[0])
 
 
-@pytest.mark.cuda
+@places
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", [(5, 8, 9, 9), (3, 8, 160, 128)], ids=str)
-def test_samples_do_not_depend_on_each_other(shape: tuple[int, ...], layout: str) -> None:
+@pytest.mark.parametrize("far", [None, 0, 1])
+def test_samples_do_not_depend_on_each_other(
+    far: int | None, shape: tuple[int, ...], layout: str, place: Target
+) -> None:
     """A sample alone has the same bits, result and gradient, as in a batch, and so has every further call."""
-    x, dy = (lay_out(torch.randn(shape, device="cuda"), layout) for _ in range(2))
+    x, dy = (lay_out(torch.randn(shape, device=place.device), layout) for _ in range(2))
+    if far is not None:
+        x[far] += 1e4
 
     def both(rows: slice) -> tuple[Tensor, Tensor]:
         leaf = lay_out(x[rows], layout).requires_grad_()
@@ -162,6 +167,39 @@ def test_samples_do_not_depend_on_each_other(shape: tuple[int, ...], layout: str
     for all_of, again, one in zip(both(slice(None)), both(slice(None)), both(slice(1, 2)), strict=True):
         assert torch.equal(all_of, again)
         assert torch.equal(all_of[1:2], one)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_cpu_has_the_kernel_of_pytorch(dtype: torch.dtype, layout: str) -> None:
+    """The result on a CPU has the bits of PyTorch's operations, but in no sample for which these lose digits."""
+    x = lay_out(torch.randn(1, 8, 40, 50).to(dtype), layout)
+    w, b = torch.randn(8), torch.randn(8)
+    assert torch.equal(kf.group_norm(x, 2, w, b, activation="silu"), F.silu(F.group_norm(x, 2, w, b)))
+    equal = lay_out(torch.full((2, 8, 40, 50), 3e4).to(dtype), layout)
+    equal[0] = x[0]
+    y = kf.group_norm(equal, 2, w, b)
+    assert torch.equal(y[0], F.group_norm(x, 2, w, b)[0])
+    assert torch.equal(y[1], b.to(dtype)[:, None, None].expand_as(y[1]))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_second_derivatives_of_narrow_types(dtype: torch.dtype) -> None:
+    """On a CPU they are those of float64, with channels last, and beside a sample for which PyTorch loses digits."""
+    x = torch.randn(2, 4, 3, 5)
+    x[1] += 50
+    leaves = [lay_out(x.to(dtype), "channels-last"), torch.randn(4), torch.randn(4)]
+
+    def second(leaves: list[Tensor]) -> Tensor:
+        leaves = [t.detach().requires_grad_() for t in leaves]
+        y = kf.group_norm(leaves[0], 2, *leaves[1:], activation="silu")
+        (dx,) = torch.autograd.grad(y.square().sum(), leaves[0], create_graph=True)
+        return torch.autograd.grad(dx.square().sum(), leaves[1])[0]
+
+    expected = second([t.double() for t in leaves])
+    torch.testing.assert_close(
+        second(leaves).double(), expected, rtol=0, atol=(1e-4 if dtype is F32 else 6e-2) * float(expected.abs().max())
+    )
 
 
 # Name: arguments after the input that do not fit, the error, and its text; None: PyTorch's.

@@ -45,13 +45,13 @@ def group_norm(
         scale_offset: added to `scale`; 0 where a model multiplies by `scale` itself.
         activation: one of `kernel_fusion.ACTIVATIONS`, or None.
         backend: "cuda", "eager", or None for the automatic choice. The other backends have no kernels of this function.
-            PyTorch's operations serve it without an NVIDIA GPU, or if `add`, `scale` or `shift` has the shape of x. On
-            a CPU they take longer than `torch.nn.functional.group_norm`.
+            PyTorch's operations serve it without an NVIDIA GPU, or if `add`, `scale` or `shift` has the shape of x.
 
     Returns:
         Tensor of the shape and dtype of x; under CUDA autocast float32, as `torch.nn.functional.group_norm`. It has
-        channels last if x has them, else it is contiguous. Computed in float32 (float64 for float64) and rounded once.
-        A sample's bits do not depend on the other samples.
+        channels last if x has them, else it is contiguous. Computed in float32 (float64 for float64) and rounded once;
+        on a CPU also before an activation that follows the norm itself. A sample's bits do not depend on the other
+        samples.
 
     Raises:
         RuntimeError, ValueError: as `torch.nn.functional.group_norm`, in its words; other shapes, dtypes and devices
