@@ -38,6 +38,7 @@ _GRIDS: dict[str, Callable[[int], Iterator[Kernel]]] = {
     "rotary": lambda _: families._rotary_kernels(),
     "quantize": lambda _: families._quantize_kernels(),
     "softmax": lambda _: families._softmax_kernels(),
+    "token_logprob": lambda _: families._token_logprob_kernels(),
 }
 
 

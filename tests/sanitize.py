@@ -34,6 +34,7 @@ from kernel_fusion.testing import oracle
 from kernel_fusion.testing.cases import cases
 from kernel_fusion.testing.oracle import (
     Case,
+    CrossEntropyCase,
     GatedNormCase,
     ModulatedNormCase,
     PointwiseCase,
@@ -42,6 +43,7 @@ from kernel_fusion.testing.oracle import (
     RowNormCase,
     SoftmaxCase,
     StagedNormCase,
+    TokenLogprobCase,
 )
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -223,6 +225,15 @@ def rotary() -> Iterator[Case]:
     yield from (case for case in cases(quick=True) if isinstance(case, RotaryCase) and case.dtype == BF16)
 
 
+def losses() -> Iterator[Case]:
+    """Rows by lanes of a warp and by a block, with a tail of either; each option, in both directions."""
+    smoothed: _Options = {"label_smoothing": 0.1, "weighted": True, "softcap": 3.0}
+    for cols, dtype in product((40, 255, 4099, 50257), (BF16, F32, F64)):
+        yield CrossEntropyCase("cross_entropy", _rows(cols), dtype, scale=0.5)
+        yield CrossEntropyCase("cross_entropy", _rows(cols), dtype, **smoothed)
+        yield TokenLogprobCase("token_logprob", _rows(cols), dtype, num_ids=3, warm=True, masked=True, softcap=3.0)
+
+
 FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "row_norms": row_norms,
     "staged_norms": staged_norms,
@@ -231,6 +242,7 @@ FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "pointwise": pointwise,
     "reductions": reductions,
     "softmaxes": softmaxes,
+    "losses": losses,
     "rotary": rotary,
 }
 

@@ -27,6 +27,7 @@ from kernel_fusion.core.other_specs import (
     SoftmaxAccess,
     SoftmaxBwdSpec,
     SoftmaxSpec,
+    TokenLogprobSpec,
 )
 from kernel_fusion.core.quantize import Codes
 from kernel_fusion.core.spec import Access, RowNormSpec, SumPartialsSpec
@@ -84,6 +85,8 @@ _KERNELS: dict[str, tuple[Any, Any]] = {
     "softmax, twice": (SoftmaxSpec("f64", "b8", True), SoftmaxAccess(2, 49152)),
     "softmax, backward": (SoftmaxBwdSpec("bf16", "bf16", "bf16"), SoftmaxAccess(8, 128)),
     "softmax, backward, streamed": (SoftmaxBwdSpec("bf16", "bf16", "bf16"), SoftmaxAccess(8, 16384)),
+    "token_logprob": (TokenLogprobSpec("bf16", masked=True, scaled=True, extra="entropy"), SoftmaxAccess(8, 16384)),
+    "token_logprob, backward": (TokenLogprobSpec("bf16", True, weighted=True, extra="sum"), SoftmaxAccess(8, 16384)),
 }
 
 

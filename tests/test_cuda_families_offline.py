@@ -42,6 +42,7 @@ from kernel_fusion.core.other_specs import (
     SoftmaxAccess,
     SoftmaxBwdSpec,
     SoftmaxSpec,
+    TokenLogprobSpec,
 )
 from kernel_fusion.core.quantize import Codes
 from kernel_fusion.core.spec import BITS, ITEMSIZE
@@ -142,6 +143,23 @@ def _softmax_kernels() -> Iterator[Kernel]:
     yield SoftmaxBwdSpec("f32", "bf16", "bf16"), SoftmaxAccess(8, 512)
 
 
+# Both directions with nothing else, and with all options at once; each extra; lanes of a warp, and the largest block.
+def _token_logprob_kernels() -> Iterator[Kernel]:
+    some = {"scaled": True, "capped": True}
+    weighted, masked = {"extra": "sum", "weighted": True, **some}, {"masked": True, **some}
+    forward = ({}, {"extra": "entropy", **masked}, {"predicts": True, **weighted})
+    backward = ({}, {"scaled": True}, {"extra": "sum", **masked}, weighted)
+    for t, capacity in product(_DTYPES, (3, 64, 16384)):
+        for vec in {1, _vec(t)}:
+            x = RowAccess(min(16, vec * ITEMSIZE[t]))
+            for chosen, is_backward in (*product(forward, (False,)), *product(backward, (True,))):
+                other = RowAccess(vec if t == "bf16" else 1, True)
+                yield TokenLogprobSpec(t, is_backward, **chosen), SoftmaxAccess(vec, capacity, x, other)
+    plain = SoftmaxAccess(8, 16384, RowAccess(2, True), mask_repeats=True)
+    yield TokenLogprobSpec("bf16", masked=True, predicts=True), plain
+    yield TokenLogprobSpec("bf16", True, masked=True), plain
+
+
 def _rotary_kernels() -> Iterator[Kernel]:
     """Every dtype of heads and angles, whole vectors and single elements, positions, both kinds of pairs.
 
@@ -238,6 +256,7 @@ def test_rows_that_are_not_whole_vectors(repeats: bool) -> None:
         _reduce_kernels,
         _rotary_kernels,
         _softmax_kernels,
+        _token_logprob_kernels,
     ],
 )
 def test_no_kernel_spills(grid: Callable[[], Iterator[Kernel]], strength: int) -> None:
@@ -421,3 +440,19 @@ def test_softmax_plans_are_sound(capacity: int, dtype: str, vec: int, backward: 
         slot = sum(plan.vectors * workers * vec * ITEMSIZE[dtype] + 16 for _ in range(1 + backward))
         assert plan.ring.slots * slot <= plan.shared_bytes
         assert plan.shared_bytes + 4 * plan.warps * 8 + 512 <= device.shared_bytes
+
+
+@given(capacity=_capacities, dtype=st.sampled_from(_DTYPES), vec=st.sampled_from([1, 2, 4, 8]))
+@settings(max_examples=200, deadline=None)
+def test_logprob_plans_are_sound(capacity: int, dtype: str, vec: int) -> None:
+    """Rows are read once by a power of two of threads, which makes their sum a butterfly, and few have no vector."""
+    vec = min(vec, _vec(dtype))
+    for backward in (False, True):
+        plan = planner.plan_for(TokenLogprobSpec(dtype, backward), SoftmaxAccess(vec, capacity), _SM90)
+        assert (plan.reading, plan.cluster, plan.persistent) == ("once", 1, False)
+        lanes = plan.lanes * plan.warps
+        assert lanes & (lanes - 1) == 0
+        assert lanes * plan.per_block == plan.threads <= 1024
+        assert plan.per_block == 1 or plan.warps == 1
+        assert lanes == 512 or lanes * plan.unroll >= capacity
+        assert lanes == 1 or lanes // 2 * plan.unroll < capacity

@@ -32,6 +32,7 @@ from kernel_fusion.core.other_specs import (
     SoftmaxAccess,
     SoftmaxBwdSpec,
     SoftmaxSpec,
+    TokenLogprobSpec,
 )
 from kernel_fusion.core.quantize import Codes
 from kernel_fusion.core.spec import Access, RowNormSpec, SumPartialsSpec
@@ -98,6 +99,10 @@ KEYS: dict[str, tuple[Any, Any]] = {
     "softmax_bwd": (
         SoftmaxBwdSpec("f32", "bf16", "f16", True, True),
         SoftmaxAccess(8, 64, RowAccess(16), RowAccess(4, True)),
+    ),
+    "token_logprob": (
+        TokenLogprobSpec("bf16", False, True, True, True, True, "entropy", True),
+        SoftmaxAccess(8, 64, RowAccess(16), RowAccess(1, True)),
     ),
 }
 

@@ -416,7 +416,7 @@ _ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
     "kernels": (
         lambda x, t: kf.token_logprob(x, t, backend="triton"),
         kf.errors.BackendUnavailableError,
-        "it has no kernels for losses",
+        "it has no kernels for log-probabilities",
     ),
 }
 

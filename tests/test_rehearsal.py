@@ -43,10 +43,11 @@ def _step(device: str) -> None:
     terms = kf.bias_act(x, b, "relu"), kf.gated_act(x, other, "silu"), kf.add_act(x, other, "tanh")
     s = kf.softmax(x, causal=True), kf.sum_squared(x), kf.mean_abs(x, 0), kf.mean_abs(x, -1)
     g = kf.group_norm(x.movedim(-1, 1), 8, activation="silu")
+    loss = kf.cross_entropy(x.flatten(0, 1), torch.arange(16, device=device))
     r = kf.rope(x.unflatten(-1, (4, 24)), *torch.randn(2, 2, 12, device=device), unsqueeze_dim=2)
     with torch.no_grad():
         kf.gated_act(x, other, "silu", out_dtype=kf.Quantize(torch.int8, per="row"))
-    torch.stack([t.square().sum() for t in (y, h, z, m, *terms, *s, r, g)]).sum().backward()
+    torch.stack([t.square().sum() for t in (y, h, z, m, *terms, *s, r, g, loss)]).sum().backward()
 
 
 def _source(spec: planner.Spec, access: Any) -> str:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from kernel_fusion.core.activations import IDENTITY
 from kernel_fusion.core.fields import Names, Several
+from kernel_fusion.core.losses import Extra
 from kernel_fusion.core.quantize import NO_CODES, Codes
 from kernel_fusion.core.spec import VECTOR_BYTES, Activation, ByX, Dtype, most_precise
 
@@ -148,6 +149,29 @@ class SoftmaxBwdSpec:
         return "f64" if "f64" in (self.dy, self.y, self.dx) else "f32"
 
 
+@dataclass(frozen=True)
+class TokenLogprobSpec(ByX):
+    """Log-probabilities of classes in rows of x, or in backward the gradient of x.
+
+    Attributes:
+        masked: whether a boolean mask leaves out classes.
+        scaled: whether there are temperatures, or a `scale` other than 1.
+        capped: whether there is a softcap.
+        weighted: whether classes have weights.
+        extra: what else is computed of each row; in backward "none" if no gradient is given for it.
+        predicts: whether the class of the largest logit is wanted.
+    """
+
+    x: Dtype
+    backward: bool = False
+    masked: bool = False
+    scaled: bool = False
+    capped: bool = False
+    weighted: bool = False
+    extra: Extra = "none"
+    predicts: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class RotarySpec(ByX):
     """The rotation of heads of `cols` columns, of which `half` pairs are rotated.
@@ -193,7 +217,7 @@ class RowAccess:
 
 @dataclass(frozen=True)
 class SoftmaxAccess:
-    """How the tensors lie of which weights are made.
+    """How the tensors lie of which weights or log-probabilities are made.
 
     Attributes:
         vec: divides the row.

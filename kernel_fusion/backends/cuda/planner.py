@@ -36,11 +36,12 @@ from kernel_fusion.core.other_specs import (
     SoftmaxAccess,
     SoftmaxBwdSpec,
     SoftmaxSpec,
+    TokenLogprobSpec,
 )
 from kernel_fusion.core.spec import ITEMSIZE, Access, Direction, RowNormSpec, SumPartialsSpec
 
 Spec = RowNormSpec | SumPartialsSpec | PointwiseSpec | ReduceSpec | SoftmaxSpec | SoftmaxBwdSpec | RotarySpec
-Spec |= QuantizeSpec | GroupNormSpec
+Spec |= QuantizeSpec | GroupNormSpec | TokenLogprobSpec
 
 
 class Kernel(NamedTuple):
@@ -62,6 +63,7 @@ KERNELS: dict[type, Kernel] = {
     RotarySpec: Kernel(RotaryAccess, rotary.plan, rotary.source),
     QuantizeSpec: Kernel(QuantizeAccess, quantize.plan, quantize.source),
     GroupNormSpec: Kernel(GroupNormAccess, group_norm.plan, group_norm.source),
+    TokenLogprobSpec: Kernel(SoftmaxAccess, softmax.plan_logprob, softmax.source_logprob),
 }
 
 # `Planner` of launcher.cpp: the key, then outputs.

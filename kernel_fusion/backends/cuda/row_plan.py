@@ -6,7 +6,7 @@ A kernel serves all lengths up to 2^k or 3 * 2^k vectors, so a new length seldom
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from kernel_fusion.backends.cuda.device import Device
@@ -17,8 +17,9 @@ from kernel_fusion.core.fields import Names, constants
 from kernel_fusion.core.other_specs import RowAccess
 from kernel_fusion.core.spec import ITEMSIZE
 
-# How a row is read: into registers; through shared memory, while coming rows are copied there; or twice from memory.
-Reading = Annotated[str, Names("Reading", ("resident", "streamed", "twice"))]
+# How a row is read: into registers; through shared memory, while coming rows are copied there; or twice or once from
+# memory.
+Reading = Annotated[str, Names("Reading", ("resident", "streamed", "twice", "once"))]
 
 _STREAM_THREADS = 512
 _PIECE_BYTES = 32768  # of one tensor, that a block of a cluster streams at best
@@ -35,9 +36,9 @@ class RowPlan(Launch):
         reading: how a row is read.
         lanes: threads of a warp that share a row; fewer than 32 only if a row has one warp.
         warps: of a row, over all blocks of its cluster.
-        vectors: a thread's, at most; 0 for rows that are read twice.
+        vectors: a thread's, at most; 0 for rows that are read twice or once.
         dealt: whether a row's chunks are dealt to its warps in turn, instead of a stretch to each.
-        unroll: vectors at a time, of rows that are read twice.
+        unroll: vectors at a time, of rows that are read twice or once.
         ring: how rows pass through shared memory.
     """
 
@@ -55,8 +56,8 @@ class RowPlan(Launch):
             shape = f"{self.per_block} rows per block of {self.threads} threads, {self.lanes} lanes per row"
         else:
             shape = f"{where} of {self.threads} threads per row"
-        words = {"resident": "row in registers", "streamed": "rows through shared memory", "twice": "row read twice"}
-        return f"{shape}, {words[self.reading]}"
+        words = {"resident": "row in registers", "streamed": "rows through shared memory"}
+        return f"{shape}, {words.get(self.reading, f'row read {self.reading}')}"
 
 
 def resident_plan(lanes: int, vectors: int, resident_threads: int, dealt: bool) -> RowPlan:
@@ -123,6 +124,11 @@ def _streamed_by(
 def twice_plan(threads: int, unroll: int) -> RowPlan:
     """Rows that a block reads twice; each thread takes `unroll` vectors at a time."""
     return RowPlan(threads=threads, reading="twice", lanes=32, warps=threads // 32, dealt=True, unroll=unroll)
+
+
+def once_plan(lanes: int, unroll: int, resident_threads: int) -> RowPlan:
+    """Rows that `lanes` threads each read once, in registers for as many threads as `resident_plan` says."""
+    return replace(resident_plan(lanes, 0, resident_threads, dealt=True), reading="once", unroll=unroll)
 
 
 def row_constants(plan: RowPlan, vec: int, aligned: Mapping[str, RowAccess]) -> dict[str, int | str]:

@@ -1,17 +1,27 @@
-"""Softmax: plans and sources (kernels/softmax.cuh)."""
+"""Softmax and log-probabilities: plans and sources (kernels/softmax.cuh, token_logprob.cuh)."""
 
 from __future__ import annotations
 
 from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.backends.cuda.plan import Pace, Ring
-from kernel_fusion.backends.cuda.row_plan import RowPlan, resident_plan, row_constants, streamed_plan, twice_plan
+from kernel_fusion.backends.cuda.row_plan import (
+    RowPlan,
+    once_plan,
+    resident_plan,
+    row_constants,
+    streamed_plan,
+    twice_plan,
+)
 from kernel_fusion.backends.cuda.source import Source
+from kernel_fusion.backends.cuda.tree import ceil_div, power_of_two
 from kernel_fusion.core.fields import constants, flags
-from kernel_fusion.core.other_specs import RowAccess, SoftmaxAccess, SoftmaxBwdSpec, SoftmaxSpec
+from kernel_fusion.core.other_specs import RowAccess, SoftmaxAccess, SoftmaxBwdSpec, SoftmaxSpec, TokenLogprobSpec
 from kernel_fusion.core.spec import ITEMSIZE, VECTOR_BYTES
 
 _MAX_THREADS = 1024
 _RESIDENT_BYTES = 32768  # of a row of forward; longer ones stream
+_LOADED_BYTES = 64  # of log-probabilities' rows: a thread's in flight
+_LOGPROB_THREADS = 512  # of a row, at most
 _RING = Ring(slots=4, helpers=2, pace=Pace(tolerance=7))
 
 
@@ -120,3 +130,24 @@ def source_bwd(spec: SoftmaxBwdSpec, access: SoftmaxAccess, plan: RowPlan) -> So
     known |= constants(spec, *flags(spec))
     name = f"kf_softmax_bwd_{spec.y}"
     return Source(name, "softmax", "SoftmaxBwdArgs", types, known, plan.threads, plan.min_blocks)
+
+
+def plan_logprob(spec: TokenLogprobSpec, access: SoftmaxAccess, device: Device) -> RowPlan:
+    """Rows of any length are read once: a thread keeps a few numbers of its vectors, or writes what they become."""
+    itemsize = ITEMSIZE[spec.x]
+    unroll = min(16, _LOADED_BYTES // (access.vec * itemsize))
+    if spec.weighted or (spec.masked and spec.capped):  # these take registers
+        unroll //= 2
+    lanes = min(_LOGPROB_THREADS, power_of_two(ceil_div(access.capacity, unroll)))
+    return once_plan(lanes, unroll, 512 if itemsize == 8 else 1024)
+
+
+def source_logprob(spec: TokenLogprobSpec, access: SoftmaxAccess, plan: RowPlan) -> Source:
+    """The source of the kernel of either direction."""
+    known = row_constants(plan, access.vec, {"X": access.x, "Mask": access.other, "DX": RowAccess()})
+    known |= constants(spec, *flags(spec), "extra") | constants(access, "mask_repeats")
+    types: dict[str, str | None] = {"X": spec.x, "Acc": spec.acc}
+    name, args = f"kf_token_logprob_{spec.x}", "TokenLogprobArgs"
+    if spec.backward:
+        name, args = f"kf_token_logprob_bwd_{spec.x}", "TokenLogprobBwdArgs"
+    return Source(name, "token_logprob", args, types, known, plan.threads, plan.min_blocks)

@@ -4,6 +4,8 @@
 // writes their gradient. Numbers per row that the caller may give with any strides and dtypes are made contiguous first.
 #include "cpu/kernels.h"
 #include "cpu/tasks.h"
+#include "cuda/launcher.h"
+#include "shared/reduce_args.h"
 #include "verb.h"
 
 namespace kf {
@@ -11,8 +13,6 @@ namespace {
 
 using RowNumbers = TokenLogprobCall::Result;
 constexpr std::string_view kExtraNames[] = {"none", "sum", "entropy"};
-
-cpu::Extra extra_of(std::string_view name) { return named<cpu::Extra>(kExtraNames, name, "extra"); }
 
 OptionalTensor as_numbers(const OptionalTensor& t, at::ScalarType type) {
   return present(t) ? OptionalTensor(t->to(type).contiguous()) : std::nullopt;
@@ -26,7 +26,7 @@ OptionalTensor mask_in_rows(const OptionalTensor& mask) {
   return mask->contiguous();
 }
 
-// The tensors of a call as kernels take them, and the rows of both directions.
+// The tensors of a call as kernels take them.
 template <class Call> struct LogitTensors {
   at::ScalarType acc;
   Rows x;
@@ -34,74 +34,115 @@ template <class Call> struct LogitTensors {
   OptionalTensor mask, temperature, weight;
   Rows mask_rows;
   double scale, softcap;
-  int64_t ignore_index;
+  int64_t ignore_index, num_ids;
+  bool mask_repeats;
 
   explicit LogitTensors(const Call& c)
       : acc(acc_dtype(c.input)), x(c.input, 1), ids(c.ids.contiguous()), mask(mask_in_rows(c.mask)),
         temperature(as_numbers(c.temperature, acc)), weight(as_numbers(c.weight, acc)),
         mask_rows(present(mask) ? Rows(mask->stride(-1) == 0 ? mask->narrow(-1, 0, 1) : *mask, 1) : x), scale(c.scale),
-        softcap(c.softcap), ignore_index(c.ignore_index) {}
+        softcap(c.softcap), ignore_index(c.ignore_index), num_ids(ids.numel() / x.rows),
+        mask_repeats(present(mask) && mask->stride(-1) == 0) {}
 
-  int64_t num_ids() const { return ids.numel() / x.rows; }
-
-  cpu::LogitRows on_cpu() const {
-    const auto* numbers = ids.const_data_ptr<int64_t>();
-    for (int64_t i = 0; i < ids.numel(); ++i) {
-      const bool ignored = numbers[i - i % num_ids()] == ignore_index;
-      TORCH_CHECK_INDEX(ignored || (numbers[i] >= 0 && numbers[i] < x.cols), "Target ", numbers[i],
-                        " is out of bounds: there are ", x.cols, " classes");
-    }
-    const int64_t mask_stride = present(mask) ? mask->stride(-1) : 0;
+  LogitRows rows() const {
     return {cpu_dtype(x.tensor.scalar_type()),
             bytes(x.tensor),
-            numbers,
+            bytes(ids),
             present(mask) ? bytes(mask_rows.tensor) : nullptr,
             bytes_or_null(temperature),
             bytes_or_null(weight),
             x.layout,
             mask_rows.layout,
+            x.rows,
             x.cols,
-            num_ids(),
-            mask_stride,
+            num_ids,
+            present(mask) ? mask->stride(-1) : 0,
             scale,
             softcap,
             ignore_index};
   }
+
+  LogitRows on_cpu() const {
+    const auto* numbers = ids.template const_data_ptr<int64_t>();
+    for (int64_t i = 0; i < ids.numel(); ++i) {
+      const bool ignored = numbers[i - i % num_ids] == ignore_index;
+      TORCH_CHECK_INDEX(ignored || (numbers[i] >= 0 && numbers[i] < x.cols), "Target ", numbers[i],
+                        " is out of bounds: there are ", x.cols, " classes");
+    }
+    return rows();
+  }
+
+  void launch(const void* args, bool backward, Extra extra, bool predicts) const {
+    const TokenLogprobSpec spec{cpu_dtype(x.tensor.scalar_type()),
+                                backward,
+                                present(mask),
+                                scale != 1 || temperature,
+                                softcap != 0,
+                                present(weight),
+                                extra,
+                                predicts};
+    launch_over(x.rows, x.tensor.device(), spec, softmax_access(x, present(mask) ? &mask_rows : nullptr, mask_repeats), args);
+  }
 };
 
-void token_logprob_cpu(const TokenLogprobCall& call, RowNumbers& results) {
+TokenLogprobArgs args_of(const LogitRows& rows, RowNumbers& results) {
   auto& [logprob, largest, log_sum, found, predicted] = results;
+  return {rows, memory_of(logprob), memory_of(largest), memory_of(log_sum), memory_of(found), memory_of(predicted)};
+}
+
+void token_logprob_cpu(const TokenLogprobCall& call, Extra extra, RowNumbers& results) {
   const LogitTensors p(call);
-  const cpu::TokenLogprob args{p.on_cpu(),
-                               extra_of(call.extra),
-                               memory_of(logprob),
-                               memory_of(largest),
-                               memory_of(log_sum),
-                               memory_of(found),
-                               predicted.numel() ? predicted.data_ptr<int64_t>() : nullptr};
+  const cpu::TokenLogprob args{args_of(p.on_cpu(), results), extra};
   count(Counter::kCpuForward);
   run_rows(cpu::kernels().token_logprob, args, p.x.rows);
 }
 
+void token_logprob_cuda(const TokenLogprobCall& call, Extra extra, RowNumbers& results) {
+  const LogitTensors p(call);
+  const auto args = args_of(p.rows(), results);
+  p.launch(&args, false, extra, call.predicts);
+}
+
+// What backward is given for rows.
+struct RowGradients {
+  OptionalTensor largest, log_sum, dlogprob, da, db, dc;
+
+  RowGradients(const TokenLogprobBwdCall& c, at::ScalarType acc)
+      : largest(as_numbers(c.largest, acc)), log_sum(as_numbers(c.log_sum, acc)), dlogprob(as_numbers(c.dlogprob, acc)),
+        da(as_numbers(c.da, acc)), db(as_numbers(c.db, acc)), dc(as_numbers(c.dc, acc)) {}
+
+  TokenLogprobBwdArgs args(const LogitRows& rows, Tensor& dx) const {
+    return {rows,
+            bytes_or_null(largest),
+            bytes_or_null(log_sum),
+            bytes_or_null(dlogprob),
+            bytes_or_null(da),
+            bytes_or_null(db),
+            bytes_or_null(dc),
+            memory_of(dx)};
+  }
+};
+
 void token_logprob_bwd_cpu(const TokenLogprobBwdCall& call, Tensor& dx) {
   const LogitTensors p(call);
-  const auto numbers = [&](const OptionalTensor& t) { return as_numbers(t, p.acc); };
-  const auto largest = numbers(call.largest), log_sum = numbers(call.log_sum), dlogprob = numbers(call.dlogprob);
-  const auto da = numbers(call.da), db = numbers(call.db), dc = numbers(call.dc);
+  const RowGradients given(call, p.acc);
   const bool streams = past_caches(p.x.tensor.nbytes() + dx.nbytes(), free_threads());
-  const cpu::TokenLogprobBackward args{p.on_cpu(),
-                                       bytes_or_null(largest),
-                                       bytes_or_null(log_sum),
-                                       bytes_or_null(dlogprob),
-                                       bytes_or_null(da),
-                                       bytes_or_null(db),
-                                       bytes_or_null(dc),
-                                       memory_of(dx),
-                                       streams};
+  const cpu::TokenLogprobBackward args{given.args(p.on_cpu(), dx), streams};
   count(Counter::kCpuBackward);
   prefer_huge_pages(dx);
   run_rows(cpu::kernels().token_logprob_bwd, args, p.x.rows);
 }
+
+// Kernels with an extra take both db and dc.
+void token_logprob_bwd_cuda(const TokenLogprobBwdCall& call, Tensor& dx) {
+  const LogitTensors p(call);
+  const RowGradients given(call, p.acc);
+  const auto args = given.args(p.rows(), dx);
+  p.launch(&args, true, args.db || args.dc ? Extra::kSum : Extra::kNone, false);
+}
+
+constexpr Kernels token_logprob_kernels{token_logprob_cpu, token_logprob_cuda};
+constexpr Kernels token_logprob_bwd_kernels{token_logprob_bwd_cpu, token_logprob_bwd_cuda};
 
 bool is_number(const Tensor& t, const Tensor& input) { return supported(t.scalar_type()) && t.device() == input.device(); }
 
@@ -114,7 +155,7 @@ bool has_shape(const Tensor& t, c10::SymIntArrayRef sizes) {
 
 // Whether kernels take the tensors that both directions have.
 template <class Call> bool takes_logits(const Call& c) {
-  if (!readable(c.input) || c.input.is_cuda() || c.input.dim() < 1 || known(c.input.sym_size(-1).sym_eq(0))) return false;
+  if (!readable(c.input) || c.input.dim() < 1 || known(c.input.sym_size(-1).sym_eq(0))) return false;
   const auto sizes = c.input.sym_sizes(), rows = sizes.slice(0, sizes.size() - 1);
   const auto optional = [&](const OptionalTensor& t, c10::SymIntArrayRef shape) {
     return !present(t) || (is_number(*t, c.input) && has_shape(*t, shape));
@@ -138,10 +179,10 @@ RowNumbers compute(const Backend& backend, const TokenLogprobCall& c) {
   const auto rows = c.input.sizes().slice(0, c.input.dim() - 1);
   const auto numbers = [&](bool wanted) { return allocate(wanted ? rows : at::IntArrayRef({0}), options); };
   c.tensors(check_all_memory);
-  const auto extra = extra_of(c.extra);
-  RowNumbers results{allocate(c.ids.sizes(), options), numbers(true), numbers(true), numbers(extra != cpu::Extra::kNone),
+  const auto extra = named<Extra>(kExtraNames, c.extra, "extra");
+  RowNumbers results{allocate(c.ids.sizes(), options), numbers(true), numbers(true), numbers(extra != Extra::kNone),
                      allocate(c.predicts ? rows : at::IntArrayRef({0}), options.dtype(at::kLong))};
-  if (c.input.numel()) token_logprob_cpu(c, results);
+  if (c.input.numel()) token_logprob_kernels(backend, c, extra, results);
   return results;
 }
 
@@ -154,7 +195,7 @@ Tensor compute(const Backend& backend, const TokenLogprobBwdCall& c) {
               "kernel_fusion::token_logprob_bwd: arguments that its kernels do not take");
   Tensor dx = allocate_like(c.input, at::MemoryFormat::Contiguous);
   c.tensors(check_all_memory);
-  if (dx.numel()) token_logprob_bwd_cpu(c, dx);
+  if (dx.numel()) token_logprob_bwd_kernels(backend, c, dx);
   return dx;
 }
 

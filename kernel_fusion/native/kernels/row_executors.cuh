@@ -3,6 +3,7 @@
 //   resident   lanes of a warp, a block or a cluster hold the row in registers
 //   streamed   persistent blocks or clusters copy coming rows to shared memory (row_stream.cuh) and read each twice there
 //   twice      a block or a cluster reads the row twice from memory, in batches
+//   once       lanes of a warp or a block read the row once from memory, in batches, and keep only numbers of it
 //
 // All run the tree of DynamicPlace. An operation is a policy P, made for one row:
 //
@@ -17,6 +18,14 @@
 //   finish(whole), finish(own, whole)   what write() needs, if a row has one warp, and if it has more
 //   write(col, held, finish) what of_warp() left
 //   finish_anew(whole), write_anew(col, held, anew)   the same of a vector that is read once more
+//
+// A row that is read once needs, beside load() and limit():
+//
+//   Numbers, begin()            what a thread knows of its vectors, and what it knows of none
+//   take(col, loaded, numbers)  takes a vector
+//   leave(col)                  of a vector that is not read
+//   join<kLanes>()              of Numbers: what kLanes neighbours know together
+//   finish(member, members, numbers)  after all threads of the row have taken their vectors, by each of them
 #pragma once
 
 #include "row_stream.cuh"
@@ -171,10 +180,37 @@ template <class P, class S> __device__ void row_streamed(const typename P::Args&
   stream.join();
 }
 
+template <class P, class S> __device__ void row_once(const typename P::Args& args) {
+  wait_for_previous_kernel();
+  const DynamicPlace<S> at(static_cast<int>(args.cols));
+  const i64 wanted = static_cast<i64>(blockIdx.x) * S::kRows + at.row;
+  const bool live = S::kRows == 1 || wanted < args.rows;  // else the last row again, of which nothing is read
+  const P row(args, live ? wanted : args.rows - 1);
+  const int end = live ? at.end : 0;
+  auto numbers = row.begin();
+  int col = batched<S::kUnroll>(
+      at.first, row.limit(end), at.kStep, [&](int col) { return row.load(col); },
+      [&](int col, const typename P::Loaded& loaded) { row.take(col, loaded, numbers); });
+  for (; col < end; col += at.kStep) row.leave(col);
+  numbers.template join<S::kLanes>();
+  if constexpr (S::kWarps > 1) {
+    static_assert((S::kWarps & (S::kWarps - 1)) == 0 && S::kWarps <= 32);
+    __shared__ typename P::Numbers slots[S::kWarps];
+    if (at.lane == 0) slots[at.warp] = numbers;
+    __syncthreads();
+    numbers = slots[at.lane % S::kWarps];
+    numbers.template join<S::kWarps>();
+  } else {
+    __syncwarp();
+  }
+  if (live) row.finish(at.warp * S::kLanes + at.lane, S::kWarps * S::kLanes, numbers);
+}
+
 // Runs an operation by the executor that its plan names.
 template <template <class> class P, class S> __device__ void run_rows(const typename P<S>::Args& args) {
   if constexpr (S::kReading == Reading::kResident) row_resident<P<S>, S>(args);
   else if constexpr (S::kReading == Reading::kStreamed) row_streamed<P<S>, S>(args);
+  else if constexpr (S::kReading == Reading::kOnce) row_once<P<S>, S>(args);
   else row_twice<P<S>, S>(args);
 }
 

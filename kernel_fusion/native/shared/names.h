@@ -22,9 +22,10 @@ enum class Combine : int { kFirst = 0, kAdd = 1, kMul = 2, kGate = 3 };
 enum class Mode : int { kLinear = 0, kVector = 1, kBroadcast = 2, kStrided = 3, kGather = 4 };
 enum class Map : int { kSquare = 0, kAbs = 1, kNone = 2 };
 enum class GroupStep : int { kRow = 0, kMoments = 1, kFinish = 2, kApply = 3, kRowBwd = 4, kSums = 5, kFinishBwd = 6, kDx = 7 };
+enum class Extra : int { kNone = 0, kSum = 1, kEntropy = 2 };
 enum class KeptParameters : int { kNothing = 0, kWeight = 1, kBoth = 2, kShared = 3 };
 enum class KeptSums : int { kNone = 0, kRegisters = 1, kShared = 2, kApart = 3, kStored = 4 };
-enum class Reading : int { kResident = 0, kStreamed = 1, kTwice = 2 };
+enum class Reading : int { kResident = 0, kStreamed = 1, kTwice = 2, kOnce = 3 };
 
 inline constexpr int kOperands = 5;
 

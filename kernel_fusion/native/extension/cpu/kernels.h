@@ -7,6 +7,7 @@
 
 #include "cuda/specs.h"
 #include "stage_options.h"
+#include "shared/reduce_args.h"
 #include "shared/row_norm_args.h"
 
 namespace kf {
@@ -307,25 +308,8 @@ struct SoftmaxBackward {
 
 // ---- Log-probabilities ------------------------------------------------------------------------------------------------------
 
-// How logits come from a row of x: z = cap(scale * x) / temperature. Pointers are null where something is absent. Numbers
-// per row lie one after the other, in the accumulator type.
-struct LogitRows {
-  Dtype type;
-  const char* x;
-  const int64_t* ids;  // num_ids per row
-  const char *mask, *temperature, *weight;
-  RowLayout x_rows, mask_rows;
-  int64_t cols, num_ids, mask_stride;
-  double scale, softcap;  // a softcap of 0 caps nothing
-  int64_t ignore_index;
-};
-
-enum class Extra : int { kNone, kSum, kEntropy };
-
-struct TokenLogprob : LogitRows {
+struct TokenLogprob : TokenLogprobArgs {
   Extra extra;
-  char *logprob, *largest, *log_sum, *found;  // `found` is the extra
-  int64_t* predicted;
 
   struct Carry {
     // The largest logit, NaN if one is; sums of what is relative to it; the sum of the weights, or the number of columns that
@@ -338,9 +322,7 @@ struct TokenLogprob : LogitRows {
   RowShape shape() const { return {cols, 8192}; }
 };
 
-struct TokenLogprobBackward : LogitRows {
-  const char *largest, *log_sum, *dlogprob, *da, *db, *dc;
-  char* dx;  // contiguous
+struct TokenLogprobBackward : TokenLogprobBwdArgs {
   bool streams;
 
   struct Carry {};

@@ -94,4 +94,8 @@ inline RowAccess row_access(const Rows& rows, int64_t vec) {
   return {std::min(rows.alignment, static_cast<int>(vec * size_of(rows.tensor.scalar_type()))), rows.strided};
 }
 
+// The same of logits, or of probabilities: the number of vectors in a row is rounded up to 2^k or 3 * 2^k, for which a kernel
+// is compiled. `other` may be a mask.
+SoftmaxAccess softmax_access(const Rows& x, const Rows* other, bool mask_repeats = false);
+
 }  // namespace kf

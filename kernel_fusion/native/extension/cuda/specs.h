@@ -127,6 +127,14 @@ struct GroupNormAccess {
   int vec = 1, lanes = 32, threads = 256, align = 16, align_out = 16;
 };
 
+struct TokenLogprobSpec {
+  static constexpr int kKernel = 9;
+  Dtype x;
+  int backward = 0, masked = 0, scaled = 0, capped = 0, weighted = 0;
+  Extra extra = Extra::kNone;
+  int predicts = 0;
+};
+
 struct ReduceRule {
   int chunk_bytes = 65536, column_threads = 256, column_blocks = 4, rows_per_thread = 8, lanes = 16, lanes_of_chunks = 8,
       few_rows = 16, few_threads = 64, all_threads = 512, filled[2] = {5, 9}, all_bytes = 8;

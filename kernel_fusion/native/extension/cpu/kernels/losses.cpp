@@ -29,7 +29,7 @@ template <class A> struct LogitRow {
   LogitRow() = default;
   LogitRow(const LogitRows& c, int64_t index)
       : x(c.x + row_offset(c.x_rows, index) * size_of(c.type)),
-        mask(c.mask ? c.mask + row_offset(c.mask_rows, index) : nullptr), ids(c.ids + index * c.num_ids),
+        mask(c.mask ? c.mask + row_offset(c.mask_rows, index) : nullptr), ids(numbers<int64_t>(c.ids) + index * c.num_ids),
         ignored(*ids == c.ignore_index) {
     const double by = c.temperature ? numbers<A>(c.temperature)[index] : 1;
     scale = static_cast<A>(c.softcap != 0 ? c.scale / c.softcap : c.scale / by);
@@ -86,7 +86,7 @@ template <class A> struct TokenLogprobRows {
   }
 
   void finish(const Row* row, int64_t, const Args::Carry* pieces, int64_t count, Args::Total*) const {
-    const int64_t index = (row->ids - c.ids) / c.num_ids;
+    const int64_t index = (row->ids - numbers<int64_t>(c.ids)) / c.num_ids;
     Args::Carry whole = pieces[0];
     for (int64_t i = 1; i < count; ++i)
       if (!std::isnan(whole.largest) && (pieces[i].largest > whole.largest || std::isnan(pieces[i].largest)))
@@ -113,7 +113,7 @@ template <class A> struct TokenLogprobRows {
     const double log_sum = dead ? 0 : std::log(whole.sum);
     numbers<A>(c.largest)[index] = row.ignored ? 0 : static_cast<A>(whole.largest);
     numbers<A>(c.log_sum)[index] = static_cast<A>(log_sum);
-    if (c.predicted) c.predicted[index] = row.ignored ? -1 : dead ? 0 : whole.best;
+    if (c.predicted) numbers<int64_t>(c.predicted)[index] = row.ignored ? -1 : dead ? 0 : whole.best;
     if (c.extra != Extra::kNone) {
       const double value = c.extra == Extra::kSum ? whole.extra - whole.weights * log_sum : log_sum - whole.extra / whole.sum;
       numbers<A>(c.found)[index] = dead ? 0 : static_cast<A>(value);
