@@ -59,7 +59,8 @@ def token_logprob(
     log_sum = exponentials.sum(-1, keepdim=True).log()
     logprob = _at(each, z - largest - log_sum, ignored).masked_fill(ignored, 0.0)
     if mask is not None:
-        kept = mask.expand(input.shape).gather(-1, each.clamp(0, input.shape[-1] - 1))
+        classes = input.shape[-1]
+        kept = mask.expand(input.shape).gather(-1, each.clamp(0, classes - 1)) | (each < 0) | (each >= classes)
         logprob = logprob.masked_fill(~(kept | ignored), -math.inf)
         log_sum = log_sum.masked_fill(dead, 0.0)
         largest = largest.masked_fill(dead & ~ignored, -math.inf)

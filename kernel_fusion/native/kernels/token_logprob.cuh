@@ -194,10 +194,21 @@ template <class S> struct TokenLogprob : LogitRow<S> {
     put(args.log_sum, this->index, log_sum);
     if constexpr (kSums) put(args.found, this->index, dead ? A(0) : fused(-numbers.weights, log_sum, numbers.extra));
     if constexpr (kEntropy) put(args.found, this->index, dead ? A(0) : log_sum - numbers.extra / numbers.sum);
-    if constexpr (S::kPredicts) reinterpret_cast<i64*>(args.predicted)[this->index] = this->ignored ? -1 : numbers.best;
+    if constexpr (S::kPredicts) {
+      const i64 best = numbers.sum != numbers.sum ? first_nan(numbers.best) : numbers.best;
+      reinterpret_cast<i64*>(args.predicted)[this->index] = this->ignored ? -1 : best;
+    }
   }
 
  private:
+  // The first class whose logit is NaN, which counts as the largest; `otherwise` if only infinities made the sum NaN.
+  __device__ i64 first_nan(i64 otherwise) const {
+    for (i64 id = 0; id < args.cols; ++id) {
+      const A z = this->logit(widen<A>(this->x[id])).z;
+      if (z != z && this->keeps(id)) return id;
+    }
+    return otherwise;
+  }
   __device__ A logprob(i64 id, A largest, A log_sum) const {
     if (this->ignored) return 0;
     if (!this->is_class(id)) return Row::nan();
