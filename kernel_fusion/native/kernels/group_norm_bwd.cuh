@@ -122,18 +122,25 @@ template <class S> __device__ Incoming<S> incoming(const GroupNormArgs& args, co
 template <class S>
 __device__ Sums<typename S::Acc, kSums<S>> sum_up(const GroupNormArgs& args, const Stretch<S>& at, const Incoming<S>& in) {
   using A = typename S::Acc;
-  Sums<A, kSums<S>> sums{};
+  // Sums of a vector, of kChain vectors and of all: few additions to large sums, which round most.
+  constexpr int kChain = 8;
+  Sums<A, kSums<S>> sums{}, chain{};
   batched<S::kUnroll>(
       lane_of_line<S>(), at.vectors, S::kLanes, [&](int v) { return Both<S>(args, at.begin + i64(v) * S::kVec); },
-      [&](int, const Both<S>& both) {
+      [&](int v, const Both<S>& both) {
         A x[S::kVec], dy[S::kVec];
         widen_pack(both.x, x);
         widen_pack(both.dy, dy);
-        Sums<A, kSums<S>> few{};  // fewer additions to large sums, which round most
+        Sums<A, kSums<S>> few{};
 #pragma unroll
         for (int e = 0; e < S::kVec; ++e) in.add_to(few, x[e], dy[e]);
-        sums += few;
+        chain += few;
+        if (v / S::kLanes % kChain == kChain - 1) {
+          sums += chain;
+          chain = {};
+        }
       });
+  sums += chain;
   add_line<S::kLanes, S::kThreads>(sums);
   return sums;
 }
