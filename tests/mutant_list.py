@@ -277,8 +277,8 @@ _OF_CUDA = (
     ),
     Mutant(
         "cuda: a row is read before the wait", f"{_KERNELS}/row_executors.cuh",
-        "wait_for_previous_kernel();\n  const DynamicPlace<S> at(static_cast<int>(args.cols));\n  const i64 wanted",
-        "const DynamicPlace<S> at(static_cast<int>(args.cols));\n  const i64 wanted",
+        "row_resident(const typename P::Args& args) {\n  wait_for_previous_kernel();\n",
+        "row_resident(const typename P::Args& args) {\n",
         "tests/test_cuda_dependent_launch_offline.py::test_no_access_before_the_wait",
     ),
 )
