@@ -277,8 +277,10 @@ _OF_CUDA = (
     ),
     Mutant(
         "cuda: a row is read before the wait", f"{_KERNELS}/row_executors.cuh",
-        "row_resident(const typename P::Args& args) {\n  wait_for_previous_kernel();\n",
-        "row_resident(const typename P::Args& args) {\n",
+        "wait_for_previous_kernel();\n  const DynamicPlace<S> at(static_cast<int>(args.cols));\n"
+        "  const i64 wanted = static_cast<i64>(blockIdx.x / S::kCluster)",
+        "const DynamicPlace<S> at(static_cast<int>(args.cols));\n"
+        "  const i64 wanted = static_cast<i64>(blockIdx.x / S::kCluster)",
         "tests/test_cuda_dependent_launch_offline.py::test_no_access_before_the_wait",
     ),
 )
