@@ -32,6 +32,7 @@ from kernel_fusion.backends.cuda import compile as compiler
 from kernel_fusion.operators import loader
 from kernel_fusion.testing import oracle
 from kernel_fusion.testing.cases import cases
+from kernel_fusion.testing.group_norms import GroupNormCase
 from kernel_fusion.testing.oracle import (
     Case,
     CrossEntropyCase,
@@ -225,6 +226,17 @@ def rotary() -> Iterator[Case]:
     yield from (case for case in cases(quick=True) if isinstance(case, RotaryCase) and case.dtype == BF16)
 
 
+def group_norms() -> Iterator[GroupNormCase]:
+    """A row in one block and rows in pieces, in both memory formats; whole vectors and single elements; all around."""
+    for shape, layout in product(
+        ((3, 12, 8, 8), (2, 6, 5, 7), (1, 8, 80, 128), (1, 4, 101, 211)), ("contiguous", "channels-last")
+    ):
+        options: dict[str, Any] = {"groups": 2, "layout": layout}
+        for dtype in (BF16, F64):
+            yield GroupNormCase("group_norm", shape, dtype, weight=F32, around=BF16, activation="silu", **options)
+        yield GroupNormCase("group_norm", shape, F32, **options)
+
+
 def losses() -> Iterator[Case]:
     """Rows by lanes of a warp and by a block, with a tail of either; each option, in both directions."""
     smoothed: _Options = {"label_smoothing": 0.1, "weighted": True, "softcap": 3.0}
@@ -242,6 +254,7 @@ FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "pointwise": pointwise,
     "reductions": reductions,
     "softmaxes": softmaxes,
+    "group_norms": group_norms,
     "losses": losses,
     "rotary": rotary,
 }
