@@ -442,7 +442,8 @@ def _token_logprob_bwd(input: Tensor, ids: Tensor, largest: Tensor, log_sum: Ten
     """The formula, from the given numbers of rows."""
     each, given = (t if t.dim() == input.dim() else t[..., None] for t in (ids, dlogprob.double()))
     ignored = each[..., :1] == ignore_index
-    classes = each.where(~ignored, 0)
+    wrong = (each < 0) | (each >= input.shape[-1])  # on a CPU they raise
+    classes = each.where(~(ignored | wrong), 0)
     by = 1.0 if temperature is None else temperature.double()[..., None]
     slope = torch.full_like(input.double(), scale) / by
     z = input.double() * slope
@@ -451,7 +452,7 @@ def _token_logprob_bwd(input: Tensor, ids: Tensor, largest: Tensor, log_sum: Ten
         z, slope = softcap * t / by, slope * (1 - t * t)
     logs = z - largest.double()[..., None] - log_sum.double()[..., None]
     kept = torch.ones_like(input, dtype=torch.bool) if mask is None else mask
-    given = given.where(kept.gather(-1, classes), 0.0)
+    given = given.where(kept.gather(-1, classes), 0.0).masked_fill(wrong & ~ignored, torch.nan)
     a, b, c = (0.0 if n is None else n.double()[..., None] for n in (da, db, dc))
     dz = logs.exp() * (a - given.sum(-1, keepdim=True) + b * logs.clamp(min=-1e4))
     dz = dz + c * (1.0 if weight is None else weight.double())
