@@ -1,4 +1,4 @@
-"""The measurements behind the architecture: first use, the reduction tree, page faults on the CPU.
+"""The measurements behind the architecture: compile time, the reduction tree, page faults on the CPU.
 
     python benchmarks/experiments.py --output-dir benchmarks/results/<device>
 
@@ -11,11 +11,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,32 +30,6 @@ from kernel_fusion.backends.cuda.planner import contiguous_access, family, overr
 from kernel_fusion.cli.machine import machine, versions
 from kernel_fusion.core.spec import RowNormSpec
 from kernel_fusion.operators import loader
-
-_FIRST_USE = """
-import time, torch, kernel_fusion as kf
-x = torch.randn(64, 4096, device={device!r}, requires_grad=True)
-w = torch.ones(4096, device={device!r}, requires_grad=True)
-start = time.perf_counter(); kf.EXTENSION_LOADED; extension = time.perf_counter() - start
-start = time.perf_counter(); y = kf.layer_norm(x, (4096,), w)
-if x.is_cuda: torch.cuda.synchronize()
-forward = time.perf_counter() - start
-start = time.perf_counter(); y.backward(y.detach())
-if x.is_cuda: torch.cuda.synchronize()
-print(extension, forward, time.perf_counter() - start)
-"""
-
-
-def first_use(device: str) -> dict[str, float]:
-    """Seconds from nothing: a fresh process on an empty cache, then another one on the filled cache."""
-    figures = {}
-    with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "KERNEL_FUSION_CACHE_DIR": str(Path(folder) / "cache")}
-        for name in ("empty_cache", "filled_cache"):
-            script = [sys.executable, "-c", _FIRST_USE.format(device=device)]
-            out = subprocess.run(script, env=environment, capture_output=True, text=True, check=True).stdout
-            for part, seconds in zip(("extension", "first_forward", "first_backward"), out.split(), strict=True):
-                figures[f"{name}_{part}_s"] = float(seconds)
-    return figures
 
 
 def compile_seconds(arch: int) -> dict[str, Any]:
@@ -136,15 +107,11 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     assert loader.load(), loader.error()
     parts: dict[str, Callable[[], Any]] = {
-        "first_use_cpu": lambda: first_use("cpu"),
         "compile_sm_90": lambda: compile_seconds(90),
         "cpu_memory": cpu_memory,
     }
     if kf.CUDA_AVAILABLE:
-        parts |= {
-            "first_use_cuda": lambda: first_use("cuda"),
-            "tree_bits": tree_bits,
-        }
+        parts["tree_bits"] = tree_bits
     device = "cuda" if kf.CUDA_AVAILABLE else "cpu"
     command = "python " + " ".join(sys.argv)
     results: dict[str, Any] = {"command": command, "machine": machine(torch.device(device)), "versions": versions()}

@@ -46,6 +46,18 @@ def costs() -> Iterator[str]:
     yield ""
 
 
+_PARTS_OF_A_FIRST_KERNEL = (
+    "import kernel_fusion",
+    "open the extension, import the planner",
+    "first forward",
+    "first forward: import NVRTC's bindings",
+    "first forward: NVRTC",
+    "first backward",
+    "first backward: NVRTC",
+    "second forward",
+)
+
+
 def first_calls() -> Iterator[str]:
     """What a first import, forward and backward take with the wheel, beside each PyTorch."""
     file = "intel-xeon-2-cores/first-calls.json"
@@ -59,4 +71,15 @@ def first_calls() -> Iterator[str]:
     yield from table(["operation beside PyTorch", *head], rows)
     wheel = f"`{run['wheel']['name']}`, {run['wheel']['bytes'] / 1e6:.1f} MB"
     yield f"[`{file}`](../benchmarks/results/{file}): {run['machine']['cpu']}, {wheel}."
+    yield ""
+
+
+def first_kernel() -> Iterator[str]:
+    """What a process waits for before its first kernels run on a GPU, part by part."""
+    file = "nvidia-h200/first-kernel.json"
+    run = json.loads((RESULTS / file).read_text())
+    empty, filled = run["milliseconds"]["empty"], run["milliseconds"]["filled"]
+    rows = [[part, digits(empty[part]), digits(filled[part])] for part in _PARTS_OF_A_FIRST_KERNEL]
+    yield from table(["operation", "empty cache, ms", "filled cache, ms"], rows)
+    yield f"[`{file}`](../benchmarks/results/{file}): {run['machine']['gpu']}, torch {run['versions']['torch']}."
     yield ""

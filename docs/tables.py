@@ -21,7 +21,7 @@ from table_bits import other_orders
 from table_faults import planted
 from table_parts import H200, RESULTS, ROOT, Cell, best_peer, cells_of, digits, over_floor, sources, table
 from table_plans import PLANNED_LENGTHS, plans
-from table_results import costs, first_calls, kept
+from table_results import costs, first_calls, first_kernel, kept
 
 _DTYPES = {"bf16": "bf16", "fp16": "f16", "fp32": "f32"}
 _VERBS = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
@@ -317,6 +317,7 @@ TABLES: dict[tuple[str, str], Callable[[], Iterator[str]]] = {  # by page and na
     ("docs/bits.md", "other orders"): other_orders,
     ("docs/results.md", "results"): kept,
     ("docs/stability.md", "first calls"): first_calls,
+    ("docs/stability.md", "first kernel"): first_kernel,
     **{("docs/plans.md", f"plans {direction}"): partial(plans, direction) for direction in PLANNED_LENGTHS},
     **{
         ("docs/measured.md", f"{suite} {direction}"): partial(norms, suite, direction)
