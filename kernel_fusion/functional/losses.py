@@ -66,8 +66,8 @@ def cross_entropy(
             comes in pieces, the count of the whole batch.
         stats: also return lse, the predicted classes and whether they are right, from the same read. For rows that
             are ignored they are 0, -1 and False.
-        backend: "cpu", "eager", or None for the automatic choice. The other backends have no kernels of this function:
-            on a GPU PyTorch's operations compute it.
+        backend: "cuda", "cpu", "eager", or None for the automatic choice. "triton" has no kernels of this function, so
+            on GPUs of other makers PyTorch's operations compute it.
 
     Returns:
         The loss in float32 (float64 for float64), which is also the compute type; with `stats` a
@@ -159,7 +159,7 @@ def token_logprob(
         mask: boolean, broadcast to the logits. A class where it is False has probability 0: it is left out of the sum
             and of the entropy, its log-probability is -inf, and no gradient flows to it.
         entropy: also return H of each row. It is differentiable, and finite also beside logits of -inf.
-        backend: "cpu", "eager", or None for the automatic choice. The other backends have no kernels of this function.
+        backend: "cuda", "cpu", "eager", or None for the automatic choice. "triton" has no kernels of this function.
 
     Returns:
         The log-probabilities in float32 (float64 for float64), which is also the compute type, with the shape of
