@@ -38,7 +38,8 @@ def _filled_memory() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("operator", "argument"),
     [
-        pytest.param(*pair, marks=pytest.mark.slow if pair[0].endswith("_on_gpu") else ())  # Triton's interpreter
+        # Triton's interpreter, and definitions, which are judged by themselves.
+        pytest.param(*pair, marks=pytest.mark.slow if pair[0].endswith(("_on_gpu", "_reference")) else ())
         for pair in hostile.operators()
     ],
 )

@@ -42,7 +42,7 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.parametrize("options", _OPTIONS, ids=str)
-@pytest.mark.parametrize("dtype", [F32, BF16, F16, F64])
+@pytest.mark.parametrize("dtype", [F32, BF16, *(pytest.param(each, marks=pytest.mark.slow) for each in (F16, F64))])
 def test_options(dtype: torch.dtype, options: dict[str, Any], target: Target) -> None:
     """Loss and gradient are within budget with every option."""
     check(CrossEntropyCase("cross_entropy", (33, 257), dtype, **options), target)
