@@ -320,7 +320,8 @@ def test_compiled_autograd(operation: Verb, target: Target, request: pytest.Fixt
     """Under compiled autograd the backward is traced and gives the same bits."""
     if operation.reshapes or (operation.views and target == CUDA):
         reason = "PyTorch 2.13 does not tell nodes written in C++ what a gradient is that another node computed"
-        strict = operation.name != "token_logprob"  # whose nodes PyTorch 2.11 does tell on a GPU
+        # Of the losses 2.13 tells all on a CPU, and 2.11 only some on a GPU.
+        strict = not operation.name.startswith(("cross_entropy", "token_logprob"))
         request.applymarker(pytest.mark.xfail(reason=reason, raises=RuntimeError, strict=strict))
     # Eight rows: a mean's gradient is multiplied by 1 / n, but divided by n where n is symbolic.
     tensors = operation.leaves(target, 8, 64)
