@@ -1,4 +1,4 @@
-"""What a process waits for before its first kernels on a GPU run, part by part.
+"""Time the parts of the wait for a process's first kernels on a GPU.
 
     python benchmarks/first_kernel.py --output-dir benchmarks/results/<device>
 

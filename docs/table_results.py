@@ -75,7 +75,7 @@ def first_calls() -> Iterator[str]:
 
 
 def first_kernel() -> Iterator[str]:
-    """What a process waits for before its first kernels run on a GPU, part by part."""
+    """The parts of the wait for a process's first kernels on a GPU."""
     file = "nvidia-h200/first-kernel.json"
     run = json.loads((RESULTS / file).read_text())
     empty, filled = run["milliseconds"]["empty"], run["milliseconds"]["filled"]

@@ -318,11 +318,10 @@ def test_use_backend_inside_compile(verb: str, backend: str) -> None:
 @_others_slow
 def test_compiled_autograd(operation: Verb, target: Target, request: pytest.FixtureRequest) -> None:
     """Under compiled autograd the backward is traced and gives the same bits."""
-    if operation.reshapes or (operation.views and target == CUDA):
+    on_a_gpu = operation.views or operation.name.startswith("cross_entropy")
+    if operation.reshapes or (on_a_gpu and target == CUDA):
         reason = "PyTorch 2.13 does not tell nodes written in C++ what a gradient is that another node computed"
-        # Of the losses 2.13 tells all on a CPU, and 2.11 only some on a GPU.
-        strict = not operation.name.startswith(("cross_entropy", "token_logprob"))
-        request.applymarker(pytest.mark.xfail(reason=reason, raises=RuntimeError, strict=strict))
+        request.applymarker(pytest.mark.xfail(reason=reason, raises=RuntimeError, strict=True))
     # Eight rows: a mean's gradient is multiplied by 1 / n, but divided by n where n is symbolic.
     tensors = operation.leaves(target, 8, 64)
     function = operation.on(target)

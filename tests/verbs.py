@@ -330,7 +330,6 @@ _VERBS = (
         lambda x, **o: kf.cross_entropy(x, _classes(x), reduction="none", scale=0.5, **o),
         lambda x: torch.nn.functional.cross_entropy(unfused.scaled(x, 0.5), _classes(x), reduction="none"),
         kernels=None,
-        reshapes=True,
     ),
     Verb(
         "cross_entropy-smoothed",
@@ -341,7 +340,6 @@ _VERBS = (
             + 1e-2 * torch.logsumexp(x, -1).square()
         ),
         kernels=None,
-        reshapes=True,
     ),
     Verb(
         "token_logprob",
@@ -349,7 +347,6 @@ _VERBS = (
         lambda x, **o: kf.token_logprob(x, _classes(x), temperature=0.5, entropy=True, **o),
         _logprob_and_entropy,
         kernels=None,
-        reshapes=True,
     ),
     Verb(
         "attention_scores",

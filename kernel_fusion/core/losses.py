@@ -1,10 +1,10 @@
-"""What every part of the library means by the arguments of the operators of losses."""
+"""The arguments of the operators of losses, for every part of the library."""
 
 from typing import Annotated
 
 from kernel_fusion.core.fields import Names
 
-# What else is computed of a row of log-probabilities: their weighted sum, or the entropy.
+# A second result of a row of log-probabilities: their weighted sum, or the entropy.
 EXTRAS = ("none", "sum", "entropy")
 Extra = Annotated[str, Names("Extra", EXTRAS)]
 

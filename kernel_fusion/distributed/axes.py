@@ -127,11 +127,15 @@ def _qk_norm_rope(query: Tensor, key: None, weight: Tensor | None, _: None, *res
     return Call(sizes, operands, ((0, 1, 2, cols), None), frozenset((0, 1, 2)))
 
 
+def _without_memory(args: Sequence[Any]) -> list[Any]:
+    """Arguments with plain tensors on `meta` in place of DTensors, for which PyTorch 2.11 lacks some operations."""
+    return [torch.empty(t.shape, dtype=t.dtype, device="meta") if isinstance(t, Tensor) else t for t in args]
+
+
 def _group_norm(*args: Any) -> Call:
     """Samples are free."""
     c = GroupNorm(*args)
-    shapes = (torch.empty(t.shape, dtype=t.dtype, device="meta") if isinstance(t, Tensor) else t for t in args)
-    eager.group_norm(*shapes)  # raises where shapes don't fit
+    eager.group_norm(*_without_memory(args))  # raises where shapes don't fit
     axes: Axes = tuple(range(c.input.dim()))
     around = {i: t for i, t in enumerate(args[4:7], 4) if t is not None}
     operands = {0: axes} | {i: (1,) for i in (2, 3) if args[i] is not None}
@@ -142,10 +146,7 @@ def _group_norm(*args: Any) -> Call:
 
 def _token_logprob(*args: Any) -> Call:
     """Rows are free. `ids` may have a dimension of its own."""
-    shapes: list[Any] = [
-        torch.empty(t.shape, dtype=t.dtype, device="meta") if isinstance(t, Tensor) else t for t in args
-    ]
-    eager.token_logprob(*shapes)  # raises where shapes don't fit
+    eager.token_logprob(*_without_memory(args))  # raises where shapes don't fit
     input, ids, mask, temperature, weight, *_, extra, predicts = args
     classes = input.dim() - 1
     rows = tuple(range(classes))

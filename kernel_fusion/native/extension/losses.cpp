@@ -103,7 +103,7 @@ void token_logprob_cuda(const TokenLogprobCall& call, Extra extra, RowNumbers& r
   p.launch(&args, false, extra, call.predicts);
 }
 
-// What backward is given for rows.
+// The numbers that backward is given for rows.
 struct RowGradients {
   OptionalTensor largest, log_sum, dlogprob, da, db, dc;
 

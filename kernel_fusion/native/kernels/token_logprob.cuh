@@ -109,7 +109,7 @@ template <class S> struct TokenLogprob : LogitRow<S> {
   static constexpr int kVec = S::kVec;
   static constexpr bool kSums = S::kExtra == Extra::kSum, kEntropy = S::kExtra == Extra::kEntropy;
 
-  // What is known of some of a row's logits: the largest, its first column, and of the distances d to it the sum of e^d.
+  // Numbers of some of a row's logits: the largest, its first column, and of the distances d to it the sum of e^d.
   // `extra` is the sum of weight * d or e^d * d. A mask keeps a class if `kept` is not 0.
   struct Numbers {
     A largest, sum, extra, weights;

@@ -19,7 +19,7 @@ namespace {
 template <class A> const A* numbers(const char* p) { return reinterpret_cast<const A*>(p); }
 template <class A> A* numbers(char* p) { return reinterpret_cast<A*>(p); }
 
-// What both directions know about a row.
+// The numbers of a row that both directions use.
 template <class A> struct LogitRow {
   const char *x, *mask;
   const int64_t* ids;
