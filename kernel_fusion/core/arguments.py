@@ -17,10 +17,9 @@ from kernel_fusion.core import checks, signatures, stages
 from kernel_fusion.core.quantize import LARGEST
 
 
-def checked(operator: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function`, which implements `operator`, with checks of its arguments before the call."""
-    schema = operator._schema
-    name, names = schema.name.split("::")[1], [a.name for a in schema.arguments]
+def checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function`, which implements the operator `name`, with checks of its arguments before the call."""
+    names = [argument.name for argument in signatures.OPERATORS[name].arguments]
 
     def serve(*args: Any) -> Any:
         check(name, dict(zip(names, args, strict=False)))  # omitted arguments have defaults, which are right

@@ -55,7 +55,7 @@ def _chosen(verb: str, name: str, backend: str | None, *tensors: Tensor | None) 
         backend = "eager"
     if backend == "eager":
         definition = partial(schemas.reference_call, name)
-        return definition if is_dynamo_compiling() else arguments.checked(_OVERLOADS[name], definition)
+        return definition if is_dynamo_compiling() else arguments.checked(name, definition)
     if backend is not None and (reason := obstacle(backend, tensors) or checks.without_kernels(verb, backend)):
         raise BackendUnavailableError(f"`{verb}`: backend {backend!r} was requested, but {reason}")
     return partial(triton.serve, name) if backend == "triton" else _by_device(name)

@@ -46,7 +46,7 @@ for _name, _schema in ALL.items():
 for _name, _definition in _DEFINITIONS.items():
     _reference = f"{_name}_reference"
     library.define(_reference + ALL[_name], tags=torch.Tag.pt2_compliant_tag)
-    library.impl(_reference, arguments.checked(overload(_reference), _definition), "CompositeImplicitAutograd")
+    library.impl(_reference, arguments.checked(_name, _definition), "CompositeImplicitAutograd")
 
 
 def default_eps(input: Tensor) -> float:

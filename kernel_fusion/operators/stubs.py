@@ -23,26 +23,24 @@ _NATIVE_DEVICES = ("cpu", "cuda", "meta")
 _Codes = tuple[torch.dtype, Tensor | None, int]
 
 
+# The stubs look their operators up when they are called, since import would take longer otherwise.
 def _verb_stub(name: str) -> Callable[..., Any]:
-    operator = schemas.overload(name)
-
     def stub(*args: Any, **kwargs: Any) -> Any:
+        operator = schemas.overload(name)
         device, is_strided = args[0].device.type, args[0].layout == torch.strided
         is_native, was_loaded = device in _NATIVE_DEVICES, loader.is_loaded()
         if is_native and is_strided and not was_loaded and loader.load():
             return operator(*args, **kwargs)
         given = schemas.bind(operator, args, kwargs)
         if is_native and (was_loaded or not is_strided):  # the extension has no kernel for such tensors
-            return arguments.checked(operator, partial(schemas.reference_call, name))(*given)
+            return arguments.checked(name, partial(schemas.reference_call, name))(*given)
         serve = schemas.reference_call if name in schemas.SPREAD else fallback.serve
-        return arguments.checked(operator, partial(serve, name))(*given)
+        return arguments.checked(name, partial(serve, name))(*given)
 
     return stub
 
 
 def _part_stub(name: str) -> Callable[..., Any]:
-    operator = schemas.overload(name)
-
     def stub(*args: Any) -> Any:
         if loader.is_loaded():
             raise RuntimeError(
@@ -50,20 +48,18 @@ def _part_stub(name: str) -> Callable[..., Any]:
                 f"{_NATIVE_DEVICES[-1]}; got {', '.join(_kind(t) for t in args if isinstance(t, Tensor))}"
             )
         if loader.load():
-            return operator(*args)
+            return schemas.overload(name)(*args)
         raise BuildError(f"kernel_fusion::{name} needs the C++ extension: {loader.error()}")
 
     return stub
 
 
 def _quantized_stub(name: str) -> Callable[..., Any]:
-    operator = schemas.overload(name)
-
     def stub(*args: Any) -> Any:
         unloaded = args[0].device.type in ("cpu", "cuda") and not loader.is_loaded()
         if unloaded and args[0].layout == torch.strided and loader.load():
-            return operator(*args)
-        return arguments.checked(operator, _QUANTIZED[name])(*args)
+            return schemas.overload(name)(*args)
+        return arguments.checked(name, _QUANTIZED[name])(*args)
 
     return stub
 

@@ -7,7 +7,6 @@ Each sits on the `Autograd` key, so that a tracer keeps it as one node; below, I
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -27,6 +26,5 @@ def define(library: torch.library.Library, schemas: Mapping[str, str]) -> None:
     """Define the operators, with the verbs' `schemas`."""
     for name, function in VERBS.items():
         library.define(f"triton_{name}{schemas[name]}", tags=torch.Tag.pt2_compliant_tag)
-        operator: Any = getattr(torch.ops.kernel_fusion, f"triton_{name}").default
         for key in ("Autograd", "CompositeExplicitAutograd"):
-            library.impl(f"triton_{name}", arguments.checked(operator, function), key)
+            library.impl(f"triton_{name}", arguments.checked(name, function), key)
