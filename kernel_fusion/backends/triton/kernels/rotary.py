@@ -30,7 +30,9 @@ from kernel_fusion.backends.triton.kernels.rows import load, plus_offset, scalar
 def _load_columns(ptr, at, mask, ROWS: tl.constexpr, C: tl.constexpr):
     """The first and the second elements of all pairs, and the other columns, of ROWS heads.
 
-    `at` are the offsets of the heads, and `mask` says which of them exist.
+    `at` are the offsets of the heads, and `mask` says which of them exist. The first column of a part is added to the
+    pointer. LLVM may add it to the columns two at a time, as 16-bit integers, and the assemblers of CUDA 12.8 and 12.9
+    lose the constant of such an addition if its lower half is not read.
     """
     HALF: tl.constexpr = C.half
     BLOCK: tl.constexpr = C.block
@@ -43,11 +45,11 @@ def _load_columns(ptr, at, mask, ROWS: tl.constexpr, C: tl.constexpr):
         col = tl.arange(0, BLOCK)[None, :]
         there = mask & within(col, HALF, C.exact)
         first = load(ptr, at + col, there, C.wide)
-        second = load(ptr, at + HALF + col, there, C.wide)
+        second = load(ptr + HALF, at + col, there, C.wide)
     rest = first
     if REST > 0:
-        col = 2 * HALF + tl.arange(0, REST)[None, :]
-        rest = load(ptr, at + col, mask & (col < C.cols), C.wide)
+        col = tl.arange(0, REST)[None, :]
+        rest = load(ptr + 2 * HALF, at + col, mask & (col < C.cols - 2 * HALF), C.wide)
     return first, second, rest
 
 
@@ -66,10 +68,10 @@ def _store_columns(ptr, at, mask, columns, ROWS: tl.constexpr, C: tl.constexpr):
         col = tl.arange(0, BLOCK)[None, :]
         there = mask & within(col, HALF, C.exact)
         store(ptr, at + col, first, there)
-        store(ptr, at + HALF + col, second, there)
+        store(ptr + HALF, at + col, second, there)
     if REST > 0:
-        col = 2 * HALF + tl.arange(0, REST)[None, :]
-        store(ptr, at + col, rest, mask & (col < C.cols))
+        col = tl.arange(0, REST)[None, :]
+        store(ptr + 2 * HALF, at + col, rest, mask & (col < C.cols - 2 * HALF))
 
 
 @triton.jit
