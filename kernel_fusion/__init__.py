@@ -16,6 +16,7 @@ from kernel_fusion.core.quantize import Quantize
 from kernel_fusion.functional import *  # noqa: F403 - its `__all__` says what
 from kernel_fusion.functional.attention import *  # noqa: F403 - for type checkers, which do not add up `__all__`
 from kernel_fusion.functional.explain import Explanation, explain
+from kernel_fusion.functional.linear_losses import *  # noqa: F403
 from kernel_fusion.functional.losses import *  # noqa: F403
 from kernel_fusion.functional.results import CrossEntropyOutput, Quantized, TokenLogprobOutput
 from kernel_fusion.nn import *  # noqa: F403

@@ -199,6 +199,20 @@ def right_calls(device: str, heads: tuple[int, int, int] = (2, 4, 3)) -> dict[st
     logprobs_bwd = [logits | given_rows, weighed | given_rows | {"da": of_rows[3], "dc": of_rows[4]},
                     logits | many | warm | given_rows | {"dlogprob": _randn(device, 3, 5, 2),
                                                          "db": of_rows[3]}]  # fmt: skip
+    flat = {"input": _randn(device, 5, 6), "linear_weight": _randn(device, 7, 6), "linear_bias": _randn(device, 7),
+            "logits_dtype": None, "ids": ids[0], "mask": None, "temperature": None, "weight": None, "scale": 0.5,
+            "softcap": 0.0, "ignore_index": 5}  # fmt: skip
+    of_classes = flat | {"weight": _randn(device, 7).abs(), "linear_bias": None, "softcap": 2.0}
+    way, wants = {"accumulate": "auto", "chunk_rows": 2}, {"output_mask": [True] * 3}
+    linear = [flat | way | {"extra": "none", "predicts": True},
+              of_classes | {"accumulate": "recompute", "chunk_rows": 0, "extra": "sum", "predicts": False}]  # fmt: skip
+    linear_rows = {"largest": _randn(device, 5), "log_sum": _randn(device, 5).abs() + 2, "dlogprob": _randn(device, 5),
+                   "da": _randn(device, 5), "db": None, "dc": _randn(device, 5)}  # fmt: skip
+    linear_bwd = [flat | linear_rows | way | wants, of_classes | linear_rows | {"accumulate": "recompute",
+                  "chunk_rows": 0, "output_mask": [True, True, False]}]  # fmt: skip
+    summed = {"divisor": None, "mean": True, "label_smoothing": 0.1, "z_loss": 0.01, "predicts": True}
+    linear_mean = [each | summed | way | wants for each in (flat, of_classes)]
+    gradients = {"dlinear_weight": _randn(device, 7, 6), "dlinear_bias": _randn(device, 7)}
     codes = [
         {"dtype": torch.float8_e4m3fn, "scale": None, "block": 128, "keeps": True},
         {"dtype": torch.int8, "scale": torch.tensor([0.02], device=device), "block": 0, "keeps": False},
@@ -230,6 +244,10 @@ def right_calls(device: str, heads: tuple[int, int, int] = (2, 4, 3)) -> dict[st
         ],
         **dict.fromkeys(("token_logprob", "token_logprob_reference"), logprobs),
         "token_logprob_bwd": logprobs_bwd,
+        "linear_token_logprob": linear,
+        "linear_token_logprob_bwd": linear_bwd,
+        "linear_cross_entropy": linear_mean,
+        "linear_scaled": [{"dloss": _randn(device, 1)[0], "dinput": _randn(device, 5, 6), **gradients}],
         "quantize": [{"input": x} | {name: each[name] for name in ("dtype", "scale", "block")} for each in codes],
         "quantized_row_norm": [call | each for call, each in zip(staged, itertools.cycle(codes), strict=False)],
         "quantized_gate": [{"gate": x, "value": r, "activation": "silu"} | each for each in codes],
@@ -461,6 +479,56 @@ def _token_logprob_bwd(input: Tensor, ids: Tensor, largest: Tensor, log_sum: Ten
     return dx.masked_fill(~kept | dead, 0.0)
 
 
+_OF_LAYER = ("input", "linear_weight", "linear_bias")
+
+
+def _layer(call: Arguments) -> tuple[list[Any], Tensor, Arguments]:
+    """Leaves in float64 of a linear layer, its logits, and what the row operators take beside these."""
+    dtype = call.pop("logits_dtype") or call["input"].dtype
+    leaves = [None if (t := call.pop(name)) is None else t.detach().double().requires_grad_() for name in _OF_LAYER]
+    logits = torch.nn.functional.linear(*leaves)
+    call.pop("accumulate"), call.pop("chunk_rows")
+    return leaves, logits + (logits.to(dtype) - logits).detach(), call
+
+
+def _of_leaves(leaves: list[Any], wants: list[bool], output: Tensor, dy: Tensor) -> tuple[Any, ...]:
+    present = [t for t in leaves if t is not None]
+    found = iter(torch.autograd.grad(output, present, dy.to(output.dtype), allow_unused=True))
+    whole = [None if t is None else next(found) for t in leaves]
+    return tuple(t if wanted else None for t, wanted in zip(whole, wants, strict=True))
+
+
+def _linear_token_logprob(**call: Any) -> Any:
+    wide = torch.float64 if call["input"].dtype == torch.float64 else torch.float32
+    _, logits, rows = _layer(call)
+    found = torch.ops.kernel_fusion.token_logprob_reference(logits.detach(), **rows)
+    return tuple(t if t.dtype == torch.int64 else t.to(wide) for t in found)
+
+
+def _linear_token_logprob_bwd(output_mask: list[bool], **call: Any) -> tuple[Any, ...]:
+    leaves, logits, rows = _layer(call)
+    dz = _token_logprob_bwd(logits.detach(), **rows)
+    return _of_leaves(leaves, output_mask, logits, dz)
+
+
+def _linear_cross_entropy(divisor: Any, mean: bool, label_smoothing: float, z_loss: float, predicts: bool,
+                          output_mask: list[bool], **call: Any) -> tuple[Any, ...]:  # fmt: skip
+    wide = torch.float64 if call["input"].dtype == torch.float64 else torch.float32
+    leaves, logits, rows = _layer(call)
+    ids, weight, dead = rows["ids"], rows["weight"], rows["ids"] == rows["ignore_index"]
+    found = torch.ops.kernel_fusion.token_logprob_reference(logits, **rows, extra="sum", predicts=predicts)
+    logprob, largest, log_sum, total, predicted = found
+    factor = (torch.ones_like(logprob) if weight is None else weight.double()[ids.clamp(0, 6)]).masked_fill(dead, 0.0)
+    gains = (1 - label_smoothing) * factor * logprob + label_smoothing / logits.shape[1] * total
+    lse = (largest + log_sum).masked_fill(dead, 0.0)
+    loss = (z_loss * lse * lse - gains).sum()
+    if divisor is not None or mean:
+        loss = loss / (factor.sum() if divisor is None else divisor)
+    row_numbers = (t.detach().to(wide) for t in (largest, log_sum))
+    gradients = _of_leaves(leaves, output_mask, loss, torch.ones(()))
+    return loss.detach().to(wide), *row_numbers, predicted, *gradients
+
+
 def _qk_norm_rope_bwd(dy: Tensor, dy_key: Any, query: Any, key: Any, **call: Any) -> tuple[Any, ...]:
     wants = call.pop("output_mask", None) or call.pop("wants")
     if call["eps"] is None:
@@ -513,6 +581,10 @@ _DEFINITIONS: dict[str, Callable[..., Any]] = {
     "group_norm_fwd": _group_norm_fwd,
     "group_norm_bwd": _group_norm_bwd,
     "token_logprob_bwd": _token_logprob_bwd,
+    "linear_token_logprob": _linear_token_logprob,
+    "linear_token_logprob_bwd": _linear_token_logprob_bwd,
+    "linear_cross_entropy": _linear_cross_entropy,
+    "linear_scaled": lambda dloss, **gradients: tuple(t * dloss for t in gradients.values()),
     "qk_norm_rope_fwd": lambda **call: torch.ops.kernel_fusion.qk_norm_rope_reference(**call),
     "qk_norm_rope_on_gpu": lambda **call: torch.ops.kernel_fusion.qk_norm_rope_reference(**call),
     "qk_norm_rope_bwd": _qk_norm_rope_bwd,

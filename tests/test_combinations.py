@@ -56,6 +56,8 @@ def _required(verb: str) -> dict[str, Any]:
         classes = torch.tensor([0, 3, 7])
         names = ("input", "target") if verb == "cross_entropy" else ("logits", "ids")
         return dict(zip(names, (_X[0], classes), strict=True))
+    if verb == "linear_cross_entropy":
+        return {"input": _X[0], "linear_weight": _GATE[0], "target": torch.tensor([0, 2, 1])}
     parameters = inspect.signature(getattr(kf, verb)).parameters
     needed = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
     return {"input": _X, "normalized_shape": 8} | {name: _VALUES[name][name] for name in needed if name in _VALUES}

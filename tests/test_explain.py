@@ -46,6 +46,8 @@ def arguments(verb: str, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (x,), {"mask": torch.ones(4, 8, dtype=torch.bool, device=device)}
     if verb in ("cross_entropy", "token_logprob"):
         return (x[0], torch.zeros(4, dtype=torch.int64, device=device)), {}
+    if verb == "linear_cross_entropy":
+        return (x, y, torch.zeros(4, dtype=torch.int64, device=device)), {"z_loss": 0.1}
     if verb == "rope":
         return (x[:, None], y[:, :4], y[:, 4:]), {"positions": torch.zeros(4, dtype=torch.int64, device=device)}
     if verb == "qk_norm_rope":

@@ -43,6 +43,7 @@ CALLS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "softmax": lambda x, y, w: kf.softmax(x, mask=y),
     "log_softmax": lambda x, y, w: kf.log_softmax(x, mask=y),
     "cross_entropy": lambda x, y, w: kf.cross_entropy(x, _CLASSES, reduction="none"),
+    "linear_cross_entropy": lambda x, y, w: kf.linear_cross_entropy(x, y, _CLASSES.clip(0, 3), reduction="none"),
     "token_logprob": lambda x, y, w: kf.token_logprob(x, _CLASSES),
     "attention_weights": lambda x, y, w: kf.attention_scores(x, y, normalize=True),
     "ops.elementwise_add_relu": lambda x, y, w: kf.ops.elementwise_add_relu(x, y),

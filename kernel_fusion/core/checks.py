@@ -31,6 +31,7 @@ WITHOUT_KERNELS = {
     "group": dict.fromkeys(("triton", "cpu"), "it has no kernels for rows that are spread over ranks"),
     "group_norm": dict.fromkeys(("triton", "cpu"), "it has no kernels for group norms"),
     "cross_entropy": {"triton": "it has no kernels for losses"},
+    "linear_cross_entropy": {"triton": "it has no kernels for losses"},
     "token_logprob": {"triton": "it has no kernels for log-probabilities"},
     "probabilities": dict.fromkeys(("cuda", "triton", "cpu"), "it has no kernels for targets that are probabilities"),
 }

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from torch.utils import _pytree as pytree
 
-from kernel_fusion.functional import attention, interop, losses
+from kernel_fusion.functional import attention, interop, linear_losses, losses
 from kernel_fusion.functional.attention import *  # noqa: F403 - its `__all__` says what
 from kernel_fusion.functional.gated_norm import gated_layer_norm, gated_rms_norm
 from kernel_fusion.functional.group_norm import group_norm
+from kernel_fusion.functional.linear_losses import *  # noqa: F403
 from kernel_fusion.functional.losses import *  # noqa: F403
 from kernel_fusion.functional.modulated_norm import (
     add_modulated_layer_norm,
@@ -52,7 +53,7 @@ __all__ = [
     "rope",
     "sum_squared",
 ]
-__all__ += attention.__all__ + losses.__all__
+__all__ += attention.__all__ + linear_losses.__all__ + losses.__all__
 
 interop.keep_from_scripts(globals())
 

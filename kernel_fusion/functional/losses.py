@@ -94,7 +94,8 @@ def cross_entropy(
         )
     plain = weight is None and softcap is None and divisor is None and label_smoothing == 0.0 and z_loss == 0.0
     if not (plain and _is_usual(input, target, ignore_index, reduction, scale)):
-        _check(input, target, weight, ignore_index, reduction, label_smoothing, z_loss, softcap, scale, divisor)
+        numbers = (ignore_index, reduction, label_smoothing, z_loss, softcap, scale, divisor)
+        check("cross_entropy", input, target, weight, *numbers)
         target = target if target.is_floating_point() else target.to(torch.int64)
     soft = target.is_floating_point()
     if input.dim() > 2:
@@ -299,7 +300,8 @@ def _is_usual(input: Tensor, target: Any, ignore_index: Any, reduction: Any, sca
     )
 
 
-def _check(
+def check(
+    verb: str,
     input: Tensor,
     target: Any,
     weight: Any,
@@ -312,7 +314,6 @@ def _check(
     divisor: Any,
 ) -> None:
     """Raise unless the arguments fit."""
-    verb = "cross_entropy"
     checks.tensor(verb, "target", target)
     numbers = {"label_smoothing": label_smoothing, "z_loss": z_loss, "scale": scale}
     checks.of_kind(verb, "ignore_index", ignore_index, checks.INT)

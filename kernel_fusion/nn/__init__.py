@@ -5,7 +5,7 @@ from __future__ import annotations
 from kernel_fusion.nn.attention import FusedSoftmax
 from kernel_fusion.nn.gated_norm import FusedGatedRMSNorm
 from kernel_fusion.nn.group_norm import FusedGroupNorm
-from kernel_fusion.nn.losses import FusedCrossEntropyLoss
+from kernel_fusion.nn.losses import FusedCrossEntropyLoss, FusedLinearCrossEntropyLoss
 from kernel_fusion.nn.modulated_norm import FusedModulatedLayerNorm
 from kernel_fusion.nn.norm import FusedAddLayerNorm, FusedAddRMSNorm, FusedLayerNorm, FusedRMSNorm
 from kernel_fusion.nn.pointwise import FusedBiasAct, FusedGatedAct, FusedLinearAct
@@ -21,6 +21,7 @@ __all__ = [
     "FusedGroupNorm",
     "FusedLayerNorm",
     "FusedLinearAct",
+    "FusedLinearCrossEntropyLoss",
     "FusedModulatedLayerNorm",
     "FusedQKNormRope",
     "FusedRMSNorm",

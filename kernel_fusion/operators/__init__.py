@@ -6,9 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from kernel_fusion.operators import meta, schemas, stubs, vmap
+from kernel_fusion.operators import linear_losses, meta, schemas, stubs, vmap
 
-__all__ = ["decompositions", "meta", "stubs", "vmap"]
+__all__ = ["decompositions", "linear_losses", "meta", "stubs", "vmap"]
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
