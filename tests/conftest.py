@@ -32,7 +32,7 @@ from verbs import VERBS, Verb
 from kernel_fusion.native import build
 
 # A graph in Inductor's cache calls operators by the schemas of its time, which are not in its key.
-_SCHEMAS = zlib.crc32((build.NATIVE / "extension" / "schemas.h").read_bytes())
+_SCHEMAS = zlib.crc32((build.NATIVE / "headers.digest").read_bytes())
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/kernel_fusion-{os.getuid()}-{_SCHEMAS:x}")
 
 # Seconds of all threads and of processes that a test starts and waits for.

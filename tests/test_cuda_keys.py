@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import PACKAGE
 
-from kernel_fusion.backends.cuda import headers, planner
+from kernel_fusion.backends.cuda import planner
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
 from kernel_fusion.backends.cuda.source import Launch
 from kernel_fusion.config import cxx_compiler
@@ -36,6 +35,7 @@ from kernel_fusion.core.other_specs import (
 )
 from kernel_fusion.core.quantize import Codes
 from kernel_fusion.core.spec import Access, RowNormSpec, SumPartialsSpec
+from kernel_fusion.native import build, headers
 
 # One key per kind of kernel; no two fields of one meaning are equal.
 KEYS: dict[str, tuple[Any, Any]] = {
@@ -122,10 +122,11 @@ def answer(key: list[int]) -> tuple[Any, Any, Any, Launch]:
     return error.value, image.value, name.value, Launch(**dict(zip(kinds(Launch), launch, strict=True)))
 
 
-def test_headers_are_those_of_the_fields() -> None:
-    """`python -m kernel_fusion.backends.cuda.headers` would write what is there."""
-    for path, text in headers.texts().items():
+def test_headers_are_those_of_the_tables() -> None:
+    """`python -m kernel_fusion.native.headers` would write what is there: names, and a digest that builds depend on."""
+    for path, text in headers.kept().items():
         assert path.read_text() == text
+        assert path in build.source_files()
 
 
 def initializer(kind: Any, value: Any) -> str:
@@ -146,7 +147,8 @@ def compiled(tmp_path: Path, includes: str, body: str) -> list[str]:
         pytest.skip("no C++ compiler")
     source = tmp_path / "program.cpp"
     source.write_text(f"#include <cstddef>\n#include <cstdio>\n{includes}int main() {{\n{body}}}\n")
-    folders = [f"-I{PACKAGE / 'native'}", f"-I{PACKAGE / 'native' / 'extension'}"]
+    headers.write(tmp_path)
+    folders = [f"-I{folder}" for folder in (build.NATIVE, build.NATIVE / "extension", tmp_path)]
     subprocess.run([*compiler, "-std=c++20", *folders, str(source), "-o", str(tmp_path / "program")], check=True)
     return subprocess.run([str(tmp_path / "program")], check=True, capture_output=True, text=True).stdout.splitlines()
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import kernel_fusion as kf
 from kernel_fusion.native import build
-from kernel_fusion.operators import headers, loader
+from kernel_fusion.operators import loader
 
 
 class _Block(nn.Module):
@@ -68,11 +68,6 @@ def test_module_calls_keep_their_signatures() -> None:
     unflattened = torch.export.unflatten(torch.export.load(buffer))
     assert_equal_outputs(unflattened(*inputs), block(*inputs))
     assert_equal_outputs(unflattened.first(*inputs), block.first(*inputs))
-
-
-def test_schemas_of_the_extension_are_those_of_the_operators() -> None:
-    """`python -m kernel_fusion.operators.headers` would write what is there."""
-    assert headers.PATH.read_text() == headers.text()
 
 
 def test_the_extension_alone_defines_the_operators(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "config": {"errors"},
     "core": _CORE,
     "backends": _CORE | {"backends"},
-    "native": _CORE | {"native"},
+    "native": _CORE | {"backends", "native"},
     "distributed": _DISTRIBUTED,
     "operators": _OPERATORS,
     "functional": _VERBS,

@@ -1,4 +1,4 @@
-"""Dataclasses that cross to C++ as rows of integers. backends/cuda/headers.py writes the C++ structs.
+"""Dataclasses that cross to C++ as rows of integers. native/headers.py makes the C++ structs.
 
 The annotation of a field is its kind: int, bool, `Names`, a tuple of these, or another such dataclass.
 """

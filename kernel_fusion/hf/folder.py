@@ -17,7 +17,7 @@ from kernel_fusion.hf.layers import LAYERS
 _PACKAGE = Path(__file__).parents[1]
 # The parts of the package that the layers need.
 _SOURCES = ("errors.py", "config.py", "core", "backends", "operators", "functional", "hf/layers.py")
-_WITHOUT = ("backends/cuda", "operators/headers.py")
+_WITHOUT = ("backends/cuda",)
 _INIT = '"""Fused norms and activations for PyTorch, as Triton kernels."""\n\nfrom kernel_fusion.hf import layers\n'
 _NO_EXTENSION = '''"""Stands for the C++ extension, which this build has not."""
 

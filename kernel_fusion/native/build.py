@@ -39,7 +39,7 @@ _LONG |= {"row_norm_bwd_staged", "row_norm_bwd_staged_fp16_fp64"}
 NATIVE = Path(__file__).parent
 _SOURCES = NATIVE / "extension"
 _CPU_KERNELS = _SOURCES / "cpu" / "kernels"
-_SUFFIXES = (".cpp", ".h", ".cuh")
+_SUFFIXES = (".cpp", ".h", ".cuh", ".digest")
 
 # No flag changes NaN or Inf, and nothing is contracted: a * b - round(a * b) must be 0. The operators loop over no
 # elements: -O2 would compile them for twice as long, and make no call quicker. The CPU kernels override it.
@@ -104,7 +104,7 @@ def _loaded_cxx_library() -> list[str]:
 
 
 def source_files() -> list[Path]:
-    """Every native source, in a fixed order."""
+    """Every native source, in a fixed order, and the digest of the headers that a build writes."""
     paths = (os.path.join(folder, name) for folder, _, names in os.walk(NATIVE) for name in names)
     return [Path(path) for path in sorted(paths) if path.endswith(_SUFFIXES)]
 
@@ -308,12 +308,15 @@ def compile_library(
     compiler: Sequence[str], units: Sequence[Unit], link: Sequence[str], folder: Path, say: Say
 ) -> Path:
     """Compile all units in parallel, those of one long file first, and link them with the flags `link`."""
+    from kernel_fusion.native import headers  # which needs all plans
+
+    headers.write(folder)
     objects, commands = [], []
     for index, (files, flags) in enumerate(sorted(units, key=lambda unit: len(unit[0]) > 1)):
         unit, out = folder / f"{index}.cpp", folder / f"{index}.o"
         unit.write_bytes(b"".join(b'#include "%s"\n' % os.fsencode(file) for file in files))
         objects.append(str(out))
-        commands.append([*compiler, *flags, "-c", str(unit), "-o", str(out)])
+        commands.append([*compiler, *flags, f"-I{folder}", "-c", str(unit), "-o", str(out)])
     jobs.run(commands, folder, say)
     library = folder / "kernel_fusion.so"
     jobs.run([[*compiler, "-shared", *objects, *link, "-o", str(library)]], folder, say)

@@ -1,5 +1,5 @@
 // The names that fields of specs have, and lists of names in the order of their codes.
-// Written by `python -m kernel_fusion.backends.cuda.headers`.
+// Written by `python -m kernel_fusion.native.headers`.
 #pragma once
 
 #define KF_ACTIVATIONS(X) \

@@ -5,8 +5,6 @@ headers.py has the command.
 
 from __future__ import annotations
 
-from textwrap import wrap
-
 from kernel_fusion.core.fields import Names, kinds
 from kernel_fusion.core.spec import ALONE, FOLLOWING, ROWS, VECTORS, Stages
 from kernel_fusion.core.stages import ARGUMENTS, TENSORS, Argument
@@ -85,11 +83,6 @@ def _fill(each: Argument) -> str:
     return f"spec.{each.stage} = {'bool(o.dropout)' if each.type == 'float' else f'o.{each.stage}'};"
 
 
-def _list(texts: list[str], indent: str = "    ") -> str:
-    """The texts with commas, broken into lines."""
-    return f"\n{indent}".join(wrap(", ".join(texts), 120, break_long_words=False))
-
-
 def options() -> str:
     """The header of the options, with a list over all rows. It needs no library."""
     accessors = "".join(f"  const T& {row}() const {{ return rows[{i}]; }}\n" for i, row in enumerate(ROWS))
@@ -126,12 +119,12 @@ def _tensors() -> str:
 // The tensors of a call; absent if they do not count.
 struct StageTensors {{
   static constexpr int kCount = {len(TENSORS)};
-  std::array<const OptionalTensor*, kCount> all{{{_list(["&kAbsent" for _ in TENSORS])}}};
+  std::array<const OptionalTensor*, kCount> all{{{", ".join(["&kAbsent" for _ in TENSORS])}}};
 
 {accessors}
   // The one that has the input's shape. It is read beside the input, and its gradient is that of the other row.
   const OptionalTensor& row() const {{
-    for (const auto* each : {{{_list([f"all[{TENSORS.index(row)}]" for row in ROWS])}}})
+    for (const auto* each : {{{", ".join([f"all[{TENSORS.index(row)}]" for row in ROWS])}}})
       if (present(*each)) return *each;
     return kAbsent;
   }}
@@ -148,13 +141,13 @@ def _conversions() -> str:
 }};
 // Those of a call that has them as an operator's arguments.
 template <class Call> Stages stages_of(const Call& c) {{
-  const StageOptions o{{{_list([_value(each) for each in _OPTIONS])}}};
-  return {{o, {{{{{_list([given[name] for name in TENSORS])}}}}}}};
+  const StageOptions o{{{", ".join([_value(each) for each in _OPTIONS])}}};
+  return {{o, {{{{{", ".join([given[name] for name in TENSORS])}}}}}}};
 }}
 
 // f(the arguments that make these).
 template <class F> auto with_stages(const StageOptions& o, const StageTensors& t, F&& f) {{
-  return f({_list([_argument(each) for each in ARGUMENTS])});
+  return f({", ".join([_argument(each) for each in ARGUMENTS])});
 }}
 """
 
@@ -163,7 +156,7 @@ def _questions() -> str:
     fills = "\n".join(f"  {_fill(each)}" for each in ARGUMENTS if each.kind != "seed")
     return f"""// f(every option).
 template <class F> auto with_options(const StageOptions& o, F&& f) {{
-  return f({_list([f"o.{each.stage}" for each in _OPTIONS])});
+  return f({", ".join([f"o.{each.stage}" for each in _OPTIONS])});
 }}
 
 // Whether these go with each other, and with a residual if there is one.
@@ -183,6 +176,6 @@ template <class Spec> void describe(const StageOptions& o, const StageTensors& t
 
 // make(each tensor that has the input's shape).
 template <class T, class F> StageRows<T> rows_of_stages(const StageTensors& t, F&& make) {{
-  return {{{{{_list([f"make(t.{row}())" for row in ROWS])}}}}};
+  return {{{{{", ".join([f"make(t.{row}())" for row in ROWS])}}}}};
 }}
 """
