@@ -20,13 +20,14 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from kernel_fusion.cli.table import Table, markdown
+from kernel_fusion.cli.table import Table
 from kernel_fusion_bench.peers import PEERS, find
 from kernel_fusion_bench.providers import ours
 from kernel_fusion_bench.results import describe
 from kernel_fusion_bench.step_models import ARCHITECTURES, Step
 from kernel_fusion_bench.steps import Trainee, Training, trainees
 from kernel_fusion_bench.summary import heading
+from kernel_fusion_bench.tables import markdown
 from kernel_fusion_bench.timing import synchronize
 
 # The first pattern that is found in a name decides.

@@ -17,19 +17,20 @@ from tune_support import H200, NAME, kernels, written
 from typer.testing import CliRunner
 
 import kernel_fusion as kf
-from kernel_fusion.backends.cuda import planner, trials, user_table
+from kernel_fusion.backends.cuda import planner, user_table
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
 from kernel_fusion.backends.cuda.plan import Plan
 from kernel_fusion.backends.cuda.plan_backward import plan_backward
 from kernel_fusion.backends.cuda.plan_forward import plan_forward
 from kernel_fusion.backends.cuda.row_norm_plan import plan_row_norm
-from kernel_fusion.backends.cuda.trials import Choice, Kernel
 from kernel_fusion.backends.cuda.tuned import Facts
 from kernel_fusion.cli.app import app
 from kernel_fusion.core.spec import RowNormSpec
 from kernel_fusion.operators.dispatch import unavailable_reason
+from kernel_fusion_bench import trials
 from kernel_fusion_bench import tune as tuning
 from kernel_fusion_bench.timing import FULL, Effort, Timing
+from kernel_fusion_bench.trials import Choice, Kernel
 from kernel_fusion_bench.tune import Cell, Outcome, Times
 
 # The modules, not the commands of the same names that the package exports.
@@ -418,7 +419,7 @@ def test_tuned_plans_have_the_same_bits(cols: int, monkeypatch: pytest.MonkeyPat
         for position in fits.among(choices)[1:]:
             choice = choices[position]
             table = trials.with_rows({}, asked[0], choice, "a trial")
-            user_table.write(user_table.path_of(name), name, table)
+            trials.write(user_table.path_of(name), name, table)
             seen: list[tuple[RowNormSpec, Plan]] = []
             with planner.override_plan(lambda spec, plan, seen=seen: seen.append((spec, plan)) or plan):
                 assert all(map(torch.equal, results(), shipped)), choice

@@ -16,14 +16,15 @@ from cuda_plans import anywhere
 from tune_support import H200, NAME, kernels, written
 
 import kernel_fusion as kf
-from kernel_fusion.backends.cuda import explain, planner, trials, user_table
+from kernel_fusion.backends.cuda import explain, planner, user_table
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
 from kernel_fusion.backends.cuda.plan_backward import plan_backward
 from kernel_fusion.backends.cuda.row_norm_plan import plan_row_norm, planned
-from kernel_fusion.backends.cuda.trials import Kernel
 from kernel_fusion.backends.cuda.tuned import Facts
 from kernel_fusion.core.spec import RowNormSpec
+from kernel_fusion_bench import trials
 from kernel_fusion_bench import tune as tuning
+from kernel_fusion_bench.trials import Kernel
 
 # The module, not the function of the same name that the package exports.
 bound = importlib.import_module("kernel_fusion.functional.explain")._bound

@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kernel_fusion.backends.cuda import planner, trials, user_table
+from kernel_fusion.backends.cuda import planner, user_table
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
-from kernel_fusion.backends.cuda.trials import Choice, Kernel
+from kernel_fusion_bench import trials
+from kernel_fusion_bench.trials import Choice, Kernel
 
 NAME = "NVIDIA H200"
 H200 = replace(KNOWN_DEVICES[90], name=NAME)
@@ -26,5 +27,5 @@ def kernels(
 def written(kernel: Kernel, choice: Choice, shown: str = "measured") -> Path:
     """The user's table with rows for one kernel."""
     path = user_table.path_of(NAME)
-    user_table.write(path, NAME, trials.with_rows({}, kernel, choice, shown))
+    trials.write(path, NAME, trials.with_rows({}, kernel, choice, shown))
     return path

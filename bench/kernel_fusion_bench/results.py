@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from kernel_fusion.cli.machine import load_average, machine, versions
+from kernel_fusion.cli.machine import cpu_model, machine, versions
 from kernel_fusion.testing.oracle import Comparison
 from kernel_fusion_bench.fields import ERROR, FLAG, NAME, OBJECT, TEXT, Fields, checked
 from kernel_fusion_bench.providers import Contender
@@ -368,3 +368,14 @@ def _measurement(record: Fields) -> Measurement:
 
 def _rounded(value: str | int | float | None) -> str | int | float | None:
     return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
+
+
+def load_average() -> float:
+    """How many programs wanted to run in the last minute; 0 if the system does not tell."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+
+
+def device_slug(*devices: torch.device) -> str:
+    """The devices' names as part of a file name."""
+    names = [torch.cuda.get_device_name(d) if d.type == "cuda" else f"{d.type} {cpu_model()}" for d in devices]
+    return re.sub(r"[^a-z0-9]+", "-", " ".join(names).lower()).strip("-")

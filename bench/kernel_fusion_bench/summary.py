@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kernel_fusion.cli.table import markdown
 from kernel_fusion_bench.results import ABOUT, OURS, REFERENCE, Cells, Measurement, Results
-from kernel_fusion_bench.tables import MARKS, tables
+from kernel_fusion_bench.tables import MARKS, markdown, tables
 from kernel_fusion_bench.units import dtype_label
 
 Pair = tuple[Measurement, Measurement]  # ours and PyTorch's

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kernel_fusion.cli.table import Table
+from kernel_fusion.cli.table import Table, rows_of
 from kernel_fusion.cli.units import Unit
 from kernel_fusion_bench.results import (
     BASELINE,
@@ -365,3 +365,8 @@ def _mean(values: Sequence[str | float | None]) -> str:
 
 def _text(value: str | float | None) -> str:
     return _MISSING if value is None else value if isinstance(value, str) else f"{value:.2f}"
+
+
+def markdown(table: Table) -> list[str]:
+    """The lines of a table under its title; columns after the first hold numbers."""
+    return ["", f"## {table.title}", "", *rows_of(table.columns, table.rows, table.columns[:1])]

@@ -18,18 +18,18 @@ import torch
 from torch import Tensor
 
 from kernel_fusion.backends.cuda import compile as compiler
-from kernel_fusion.backends.cuda import planner, trials
+from kernel_fusion.backends.cuda import planner
 from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.backends.cuda.plan import Plan
 from kernel_fusion.backends.cuda.source import Source
-from kernel_fusion.backends.cuda.trials import Choice, Kernel
 from kernel_fusion.core.spec import RowNormSpec, dtype_name
 from kernel_fusion.errors import CompileError
-from kernel_fusion_bench import loaded, providers, timing
+from kernel_fusion_bench import loaded, providers, timing, trials
 from kernel_fusion_bench.changes import beyond_noise
 from kernel_fusion_bench.operations import case_workload
 from kernel_fusion_bench.suites import SUITES
 from kernel_fusion_bench.timing import FULL, QUICK, Effort, Timing
+from kernel_fusion_bench.trials import Choice, Kernel
 from kernel_fusion_bench.workloads import Call, Direction, Inputs, Workload
 
 VERBS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")

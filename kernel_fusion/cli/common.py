@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import datetime
-import errno
 import functools
-import itertools
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec
 
 import torch
 import typer
@@ -34,7 +30,6 @@ _PIPE_WIDTH = 200
 
 INTERRUPTED = 130  # the shell's code for a program ended by Ctrl-C
 
-Name = TypeVar("Name", bound=str)
 Parameters = ParamSpec("Parameters")
 
 CACHES = (EXTENSIONS, CUBINS)
@@ -133,14 +128,6 @@ def parse_dtypes(text: str) -> tuple[torch.dtype, ...]:
     return tuple(by_name[name] for name in names)
 
 
-def parse_dtype(text: str, option: str) -> torch.dtype:
-    """The dtype of an option that takes one."""
-    several = parse_dtypes(text)
-    if len(several) > 1:
-        raise typer.BadParameter(f"expected one dtype, got {text!r}", param_hint=option)
-    return several[0]
-
-
 def dtype_names(text: str) -> tuple[str, ...]:
     """The library's names of the dtypes in a list: "bf16", "f32"."""
     return tuple(map(dtype_name, parse_dtypes(text)))
@@ -151,28 +138,11 @@ def shown_dtype(dtype: torch.dtype) -> str:
     return _DTYPES[dtype][0]
 
 
-def parse_shape(text: str) -> tuple[int, int]:
-    """Rows and columns, from a shape such as "512x3000"."""
-    match = re.fullmatch(r"(\d{1,9})x(\d{1,9})", text, re.ASCII)
-    if not match or not all(map(int, match.groups())):
-        raise typer.BadParameter(f"expected rows x columns such as 512x3000, got {text!r}", param_hint="--shape")
-    return int(match[1]), int(match[2])
-
-
 def parse_numbers(text: str, option: str) -> list[int]:
     """The numbers of a list such as "1024,4096"."""
     if not all(re.fullmatch(r"\d{1,9}", part, re.ASCII) and int(part) for part in split(text)):
         raise typer.BadParameter(f"expected numbers with commas, from 1 on, got {text!r}", param_hint=option)
     return list(dict.fromkeys(map(int, split(text))))
-
-
-def names(text: str, known: Iterable[Name], what: str) -> list[Name]:
-    """The members of `known` in a comma-separated list; raises with all of them if one is unknown."""
-    by_name = {str(name): name for name in known}
-    unknown = [part for part in split(text) if part not in by_name]
-    if unknown:
-        raise typer.BadParameter(f"no {what} is called {', '.join(unknown)}; there are: {', '.join(by_name)}")
-    return [by_name[part] for part in split(text)]
 
 
 def split(text: str) -> list[str]:
@@ -195,34 +165,6 @@ def path_of(text: str | Path) -> Path:
     if not str(text).strip():
         raise typer.BadParameter("expected the name of a file or folder, got an empty one")
     return Path(text)
-
-
-def replaceable(path: Path, is_ours: Callable[[Path], object]) -> Path:
-    """The path of a file to write: a new one, or one that the same command wrote.
-
-    Args:
-        path: where the file is to be.
-        is_ours: tells whether a file that is there comes from us, by its result or a ValueError.
-
-    Raises:
-        FileExistsError: there is another file.
-    """
-    with suppress(ValueError):
-        if not path.exists() or is_ours(path):
-            return path
-    raise FileExistsError(errno.EEXIST, "this file is not of kernel-fusion, which does not overwrite it", str(path))
-
-
-def new_folder(name: str) -> Path:
-    """A new folder in the working directory for the files of this run."""
-    stamp = datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
-    folder = first = Path("kernel-fusion-results", f"{stamp}-{name}")
-    for count in itertools.count(2):
-        with suppress(FileExistsError):
-            folder.mkdir(parents=True)
-            break
-        folder = first.with_name(f"{first.name}-{count}")
-    return folder
 
 
 def show(table: tables.Table, out: Console, of_numbers: bool = True) -> None:

@@ -54,17 +54,6 @@ def versions() -> dict[str, str]:
     return {name: version for name, version in found.items() if version is not None}
 
 
-def load_average() -> float:
-    """How many programs wanted to run in the last minute; 0 if the system does not tell."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-
-
-def device_slug(*devices: torch.device) -> str:
-    """The devices' names as part of a file name."""
-    names = [torch.cuda.get_device_name(d) if d.type == "cuda" else f"{d.type} {cpu_model()}" for d in devices]
-    return re.sub(r"[^a-z0-9]+", "-", " ".join(names).lower()).strip("-")
-
-
 def cpu_model() -> str:
     """The processor's name, as the operating system tells it."""
     try:

@@ -15,11 +15,6 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
 
 
-def markdown(table: Table) -> list[str]:
-    """The lines of a table under its title; columns after the first hold numbers."""
-    return ["", f"## {table.title}", "", *rows_of(table.columns, table.rows, table.columns[:1])]
-
-
 def rows_of(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[str]) -> list[str]:
     """The lines of a table in Markdown; the columns named in `left` are aligned there, others on the right."""
     marks = ["---" if name in left else "---:" for name in columns]

@@ -13,12 +13,13 @@ import torch
 import typer
 from rich.console import Console
 
-from kernel_fusion.cli import common, machine
+from kernel_fusion.cli import common
 from kernel_fusion.cli.table import Table
 from kernel_fusion.config import BACKENDS
 from kernel_fusion.operators import loader
 from kernel_fusion.operators.dispatch import unavailable_reason
 from kernel_fusion_bench import plot, providers, results, run_suite, summary, tables
+from kernel_fusion_bench.commands import options
 from kernel_fusion_bench.operations import NORMS
 from kernel_fusion_bench.peers import PEERS, find, prepare
 from kernel_fusion_bench.providers import Provider
@@ -67,24 +68,24 @@ def bench(
         raise typer.Exit
     if not suites:
         raise typer.BadParameter("name one or more suites, or ask for --list", param_hint="SUITE...")
-    chosen = [SUITES[name] for name in common.names(",".join(suites), SUITES, "suite")]
+    chosen = [SUITES[name] for name in options.names(",".join(suites), SUITES, "suite")]
     devices = [common.resolve_device(name) for name in dict.fromkeys(common.split(device) if device else [None])]
     selection = _Selection(
         quick=quick,
         devices=devices,
         backends=common.split(backends) if backends else [],
         dtypes=common.parse_dtypes(dtypes) if dtypes else None,
-        verbs=common.names(verbs, VERBS, "verb") if verbs else None,
-        directions=common.names(directions, DIRECTIONS, "direction") if directions else None,
-        weights=common.parse_dtype(weights, "--weights") if weights else None,
-        shapes=[common.parse_shape(text) for text in shape or []],
+        verbs=options.names(verbs, VERBS, "verb") if verbs else None,
+        directions=options.names(directions, DIRECTIONS, "direction") if directions else None,
+        weights=options.parse_dtype(weights, "--weights") if weights else None,
+        shapes=[options.parse_shape(text) for text in shape or []],
         peers=_parse_peers(peers),
         threads=common.parse_numbers(threads, "--threads") if threads else None,
     )
     _check(chosen, selection)
     if output_dir is not None:
         _refuse_to_overwrite(output_dir, [results.stem(suite.name, quick) for suite in chosen])
-    folder = common.writable(output_dir) if output_dir else common.new_folder(machine.device_slug(*devices))
+    folder = common.writable(output_dir) if output_dir else options.new_folder(results.device_slug(*devices))
     _warn(devices, out)
     raise typer.Exit(_measure_all(chosen, selection, folder, out))
 
@@ -95,7 +96,7 @@ def _refuse_to_overwrite(folder: Path, stems: Sequence[str]) -> None:
         kept = folder / f"{stem}.json"
         is_ours = partial(_holds_results, kept)
         for suffix in (".json", ".csv", ".md"):
-            common.replaceable(folder / (stem + suffix), is_ours)
+            options.replaceable(folder / (stem + suffix), is_ours)
 
 
 def _holds_results(kept: Path, _: Path) -> bool:
@@ -105,8 +106,8 @@ def _holds_results(kept: Path, _: Path) -> bool:
 def _warn(devices: Sequence[torch.device], out: Console) -> None:
     if reason := plot.missing():
         out.print(f"No plots will be drawn: {reason}")
-    if any(one.type == "cpu" for one in devices) and machine.load_average() > _BUSY_LOAD:
-        out.print(f"This machine is busy (load {machine.load_average():.1f}): expect times that are too long and vary.")
+    if any(one.type == "cpu" for one in devices) and results.load_average() > _BUSY_LOAD:
+        out.print(f"This machine is busy (load {results.load_average():.1f}): expect times that are too long and vary.")
 
 
 @dataclass(frozen=True)
@@ -275,4 +276,4 @@ def _show(result: Results, paths: Sequence[Path], out: Console) -> None:
 def _parse_peers(text: str | None) -> list[str] | None:
     if text is None:
         return None
-    return list(PEERS) if text == "all" else [] if text == "none" else common.names(text, PEERS, "peer")
+    return list(PEERS) if text == "all" else [] if text == "none" else options.names(text, PEERS, "peer")

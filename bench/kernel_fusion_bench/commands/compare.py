@@ -8,11 +8,12 @@ from typing import Annotated, Literal
 import typer
 from rich.progress import track
 
-from kernel_fusion.cli.common import console, names, path_of, progress_console, replaceable, show, writable
+from kernel_fusion.cli.common import console, path_of, progress_console, show, writable
 from kernel_fusion.cli.table import Table
 from kernel_fusion_bench import changes, results
 from kernel_fusion_bench import plot as plotting
 from kernel_fusion_bench import report as reporting
+from kernel_fusion_bench.commands.options import names, replaceable
 
 
 def compare(

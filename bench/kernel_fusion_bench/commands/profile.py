@@ -16,12 +16,13 @@ from rich.console import Console
 from rich.progress import track
 
 from kernel_fusion.cli import common
-from kernel_fusion.cli.table import markdown
 from kernel_fusion.operators.dispatch import unavailable_reason
 from kernel_fusion_bench import providers, results, summary, timing, trace
+from kernel_fusion_bench.commands import options
 from kernel_fusion_bench.operations import case_workload
 from kernel_fusion_bench.providers import Provider
 from kernel_fusion_bench.suites import ALL_BACKENDS
+from kernel_fusion_bench.tables import markdown
 from kernel_fusion_bench.trace import Trace
 from kernel_fusion_bench.workloads import Workload
 
@@ -46,9 +47,9 @@ def profile(
 ) -> None:
     """Trace PyTorch and our kernels, forward and backward, for chrome://tracing or ui.perfetto.dev."""
     target = common.resolve_device(device)
-    chosen = common.parse_dtype(dtype or ("fp32" if target.type == "cpu" else "bf16"), "--dtype")
+    chosen = options.parse_dtype(dtype or ("fp32" if target.type == "cpu" else "bf16"), "--dtype")
     try:
-        workload = case_workload(case, common.parse_shape(shape), chosen)
+        workload = case_workload(case, options.parse_shape(shape), chosen)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     out, traces, exit_code = common.console(), list[Trace](), 0
@@ -61,9 +62,9 @@ def profile(
     contenders = [providers.pytorch(), *mine]
     if output_dir is not None:
         for each in contenders:
-            common.replaceable(output_dir / trace.file_name(each), lambda path: trace.read(path, target.type) or True)
-        common.replaceable(output_dir / _SUMMARY, lambda path: "`kernel-fusion profile " in path.read_text())
-    folder = common.writable(output_dir) if output_dir else common.new_folder("profile")
+            options.replaceable(output_dir / trace.file_name(each), lambda path: trace.read(path, target.type) or True)
+        options.replaceable(output_dir / _SUMMARY, lambda path: "`kernel-fusion profile " in path.read_text())
+    folder = common.writable(output_dir) if output_dir else options.new_folder("profile")
     command = _command(case, shape, chosen, target, mine)
     about = results.describe([target], shlex.join(["kernel-fusion", *command]), trace.METHOD, {})
     try:

@@ -9,16 +9,14 @@ import torch
 import typer
 from rich.progress import track
 
-from kernel_fusion.backends.cuda import trials, user_table
+from kernel_fusion.backends.cuda import user_table
 from kernel_fusion.cli import machine
 from kernel_fusion.cli.common import (
     console,
     dtype_names,
-    names,
     parse_numbers,
     path_of,
     progress_console,
-    replaceable,
     show,
     writable,
 )
@@ -27,7 +25,9 @@ from kernel_fusion.core.cache import make_private_dir, trusted
 from kernel_fusion.core.spec import dtype_name, torch_dtype
 from kernel_fusion.errors import BackendUnavailableError
 from kernel_fusion.operators.dispatch import unavailable_reason
+from kernel_fusion_bench import trials
 from kernel_fusion_bench import tune as tuning
+from kernel_fusion_bench.commands.options import names, replaceable
 from kernel_fusion_bench.timing import reason
 
 _COLUMNS = ("verb", "N", "dtype", "direction", "rows", "present µs", "best µs", "ratio", "trials", "changes")
@@ -75,7 +75,7 @@ def _tune(wanted: list[tuning.Cell], output: Path | None) -> None:
                 failed.append(f"{cell}: {reason(error)}")
                 continue
             table = trials.with_rows(table, outcome.kernel, outcome.choice, outcome.evidence(where))
-            user_table.write(path, name, table)
+            trials.write(path, name, table)
             rows.append(_row(cell, outcome))
             progress.print(f"{cell}: {outcome.ratio:.3f} {rows[-1][-1]}")
             torch.cuda.empty_cache()

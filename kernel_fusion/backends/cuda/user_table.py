@@ -17,7 +17,7 @@ from typing import Any, get_type_hints
 
 from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.config import cache_dir, uses_tuned_tables
-from kernel_fusion.core.cache import make_private_dir, open_private, replace_file
+from kernel_fusion.core.cache import open_private
 from kernel_fusion.core.spec import ROWS, VECTORS, Stages
 
 # The rows of a knob: value, conditions, evidence.
@@ -71,11 +71,12 @@ def users_table(device: Device, direction: str) -> Table:
     """The user's rows; none for an absent device."""
     if not device.name or not uses_tuned_tables():
         return {}
-    return _read_once(path_of(device.name), device.name).get(section(direction), {})
+    return read_once(path_of(device.name), device.name).get(section(direction), {})
 
 
 @cache
-def _read_once(path: Path, device: str) -> dict[str, Table]:
+def read_once(path: Path, device: str) -> dict[str, Table]:
+    """The table in a file, empty if there is none, as it was when this process first read it."""
     try:
         return read(path, device)
     except FileNotFoundError:
@@ -114,22 +115,3 @@ def _row(part: str, knob: str, row: Any) -> Row:
     if not known or {*conditions} != {*CONDITIONS[part]} or not typed:
         raise ValueError(f"`kernel-fusion tune` writes no such row for {part}, {knob}: {row}")
     return value, conditions, str(shown)
-
-
-def write(path: Path, device: str, table: dict[str, Table]) -> None:
-    """Write a table atomically; this process then plans by it.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    parts = [f'  "device": {json.dumps(device)}']
-    for part in KNOBS:
-        knobs = [
-            f'    "{knob}": [\n' + ",\n".join(f"      {json.dumps(row)}" for row in listed) + "\n    ]"
-            for knob, listed in table.get(part, {}).items()
-            if listed
-        ]
-        parts.append(f'  "{part}": {{\n' + ",\n".join(knobs) + ("\n" if knobs else "") + "  }")
-    make_private_dir(path.parent)
-    replace_file(path, ("{\n" + ",\n".join(parts) + "\n}\n").encode())
-    _read_once.cache_clear()

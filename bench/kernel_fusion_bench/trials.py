@@ -1,4 +1,4 @@
-"""Trials: other ways to run a kernel, which `kernel-fusion tune` measures and may write to a user's table.
+"""Trials: other ways to run a kernel, which `kernel-fusion tune` measures, and the user's table of the best ones.
 
 A trial is planned as a row of the table would be. One that does not fit gives no plan, and none changes the order of
 sums.
@@ -6,14 +6,17 @@ sums.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.backends.cuda.plan import Plan
 from kernel_fusion.backends.cuda.row_norm_plan import planned
 from kernel_fusion.backends.cuda.tuned import Facts
-from kernel_fusion.backends.cuda.user_table import CONDITIONS, KNOBS, Row, Table, section
+from kernel_fusion.backends.cuda.user_table import CONDITIONS, KNOBS, Row, Table, read_once, section
+from kernel_fusion.core.cache import make_private_dir, replace_file
 from kernel_fusion.core.spec import Access, RowNormSpec
 
 Choice = dict[str, Any]  # the values of some knobs
@@ -68,3 +71,22 @@ def with_rows(table: dict[str, Table], kernel: Kernel, choice: Choice, shown: st
     for knob, value in choice.items():
         kept.setdefault(knob, []).append((value, when, shown))
     return table | {own: kept}
+
+
+def write(path: Path, device: str, table: dict[str, Table]) -> None:
+    """Write a table atomically; this process then plans by it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    parts = [f'  "device": {json.dumps(device)}']
+    for part in KNOBS:
+        knobs = [
+            f'    "{knob}": [\n' + ",\n".join(f"      {json.dumps(row)}" for row in listed) + "\n    ]"
+            for knob, listed in table.get(part, {}).items()
+            if listed
+        ]
+        parts.append(f'  "{part}": {{\n' + ",\n".join(knobs) + ("\n" if knobs else "") + "  }")
+    make_private_dir(path.parent)
+    replace_file(path, ("{\n" + ",\n".join(parts) + "\n}\n").encode())
+    read_once.cache_clear()
