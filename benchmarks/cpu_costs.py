@@ -25,10 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernel_fusion as kf
-from kernel_fusion.cli.machine import machine, versions
+from kernel_fusion.cli.machine import versions
 from kernel_fusion.core.spec import dtype_name
 from kernel_fusion_bench import page_faults, timing
-from kernel_fusion_bench.results import load_average
+from kernel_fusion_bench.results import load_average, machine
 from kernel_fusion_bench.timing import FULL, Timing
 from kernel_fusion_bench.workloads import Call
 

@@ -26,10 +26,12 @@ import kernel_fusion as kf
 from kernel_fusion.backends.cuda import compile as compiler
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES
 from kernel_fusion.backends.cuda.plan import Plan, Ring
-from kernel_fusion.backends.cuda.planner import contiguous_access, family, override_plan, plan_for, source_of
-from kernel_fusion.cli.machine import machine, versions
+from kernel_fusion.backends.cuda.planner import contiguous_access, family, plan_for, source_of
+from kernel_fusion.cli.machine import versions
 from kernel_fusion.core.spec import RowNormSpec
 from kernel_fusion.operators import loader
+from kernel_fusion_bench.results import machine
+from kernel_fusion_bench.trials import override_plan
 
 
 def compile_seconds(arch: int) -> dict[str, Any]:

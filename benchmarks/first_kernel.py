@@ -96,7 +96,8 @@ def main() -> None:
                 ran = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
                 assert ran.returncode == 0, ran.stderr
                 found.append(json.loads(ran.stdout.splitlines()[-1]))
-    from kernel_fusion.cli.machine import machine, versions
+    from kernel_fusion.cli.machine import versions
+    from kernel_fusion_bench.results import machine
 
     results: dict[str, Any] = {
         "command": "python " + " ".join(sys.argv),

@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 
 import kernel_fusion as kf
-from kernel_fusion.cli.machine import machine, versions
+from kernel_fusion.cli.machine import versions
+from kernel_fusion_bench.results import machine
 from kernel_fusion_bench.timing import rotating_calls, synchronize
 
 ROUNDS = 21

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 import kernel_fusion as kf
 from kernel_fusion.cli import machine
 from kernel_fusion.cli.model_calls import default_dtype
-from kernel_fusion.cli.table import rows_of
+from kernel_fusion_bench.tables import rows_of
 from kernel_fusion_bench.timing import num_threads
 
 DRAWS = 16  # one draw says little about a scalar's error

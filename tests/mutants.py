@@ -215,7 +215,8 @@ def _record(file: Path, result: dict[str, Any]) -> None:
     sys.path.insert(0, str(ROOT))
     import torch
 
-    from kernel_fusion.cli.machine import machine, versions
+    from kernel_fusion.cli.machine import versions
+    from kernel_fusion_bench.results import machine
 
     before = json.loads(file.read_text())["mutants"] if file.exists() else []
     results = {each["name"]: each for each in [*before, result]}

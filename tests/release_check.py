@@ -184,8 +184,8 @@ def shortcomings(answer: Mapping[str, Any]) -> list[str]:
 
 def _saved(answers: list[dict[str, Any]], wheel: Path) -> dict[str, Any]:
     """What a run found, with all that it depends on."""
-    from kernel_fusion.cli.machine import machine, versions
-    from kernel_fusion_bench.results import load_average
+    from kernel_fusion.cli.machine import versions
+    from kernel_fusion_bench.results import load_average, machine
 
     torches = ", ".join(answer["torch"] for answer in answers)
     return {

@@ -25,6 +25,7 @@ from kernel_fusion.backends.cuda.plan import Plan
 from kernel_fusion.core.spec import Direction, RowNormSpec, dtype_name
 from kernel_fusion.testing import oracle
 from kernel_fusion.testing.oracle import RowNormCase
+from kernel_fusion_bench import trials
 
 pytestmark = pytest.mark.cuda
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -56,7 +57,7 @@ def forced(direction: Direction, plan: Plan) -> Iterator[None]:
         asked.append(spec)
         return plan
 
-    with planner.override_plan(change):
+    with trials.override_plan(change):
         yield
     assert asked, f"no kernel was planned for {direction}"
 
@@ -160,7 +161,7 @@ def test_stores_by_whole_sectors_give_the_same_bits(verb: str, cols: int, dtype:
     x, weight, bias, _ = tensors(cols, dtype)
     results = []
     for shifted in (False, True):
-        changed = planner.override_plan(lambda _, plan, shifted=shifted: replace(plan, shifted=shifted))
+        changed = trials.override_plan(lambda _, plan, shifted=shifted: replace(plan, shifted=shifted))
         with changed, torch.no_grad(), CUDA.ran(forward=1):
             results.append(call(verb, x, weight, bias, backend="cuda"))
     assert torch.equal(*results)

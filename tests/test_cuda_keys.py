@@ -36,6 +36,7 @@ from kernel_fusion.core.other_specs import (
 from kernel_fusion.core.quantize import Codes
 from kernel_fusion.core.spec import Access, RowNormSpec, SumPartialsSpec
 from kernel_fusion.native import build, headers
+from kernel_fusion_bench import trials
 
 # One key per kind of kernel; no two fields of one meaning are equal.
 KEYS: dict[str, tuple[Any, Any]] = {
@@ -201,7 +202,7 @@ def test_a_plan_can_be_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
     chain, chain_access = KEYS["pointwise"]
     device = KNOWN_DEVICES[90]
     own, others = planner.plan_for(norm, access, device), planner.plan_for(chain, chain_access, device)
-    with planner.override_plan(lambda spec, plan: replace(plan, per_block=plan.per_block * 2)):
+    with trials.override_plan(lambda spec, plan: replace(plan, per_block=plan.per_block * 2)):
         assert planner.plan_for(norm, access, device).threads == 2 * own.threads
         assert planner.plan_for(chain, chain_access, device) == others
     assert planner.plan_for(norm, access, device) == own

@@ -421,7 +421,7 @@ def test_tuned_plans_have_the_same_bits(cols: int, monkeypatch: pytest.MonkeyPat
             table = trials.with_rows({}, asked[0], choice, "a trial")
             trials.write(user_table.path_of(name), name, table)
             seen: list[tuple[RowNormSpec, Plan]] = []
-            with planner.override_plan(lambda spec, plan, seen=seen: seen.append((spec, plan)) or plan):
+            with trials.override_plan(lambda spec, plan, seen=seen: seen.append((spec, plan)) or plan):
                 assert all(map(torch.equal, results(), shipped)), choice
             used = [plan for spec, plan in seen if spec.direction == asked[0].spec.direction]
             assert used == [trials.plans(asked, choice)[0]], f"{choice} did not count"

@@ -25,9 +25,10 @@ import torch
 from support import CPU
 from verbs import VERBS, Verb, cotangents, gradients, results
 
-from kernel_fusion.cli.machine import machine, versions
+from kernel_fusion.cli.machine import versions
 from kernel_fusion.core.spec import dtype_name
 from kernel_fusion.operators import loader
+from kernel_fusion_bench.results import machine
 
 # One element; no whole vector; whole vectors and a tail, in several blocks of rows; a row longer than a stretch; one of
 # which two threads share the stretches.

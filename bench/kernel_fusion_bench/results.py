@@ -9,6 +9,7 @@ import csv
 import datetime
 import json
 import os
+import platform
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from kernel_fusion.cli.machine import cpu_model, machine, versions
+from kernel_fusion.cli.machine import cpu_model, gpu_driver, versions
 from kernel_fusion.testing.oracle import Comparison
 from kernel_fusion_bench.fields import ERROR, FLAG, NAME, OBJECT, TEXT, Fields, checked
 from kernel_fusion_bench.providers import Contender
@@ -368,6 +369,29 @@ def _measurement(record: Fields) -> Measurement:
 
 def _rounded(value: str | int | float | None) -> str | int | float | None:
     return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
+
+
+def machine(*devices: torch.device) -> dict[str, str | int]:
+    """Names and sizes of the devices and their host."""
+    facts: dict[str, str | int] = {
+        "device": ", ".join(map(str, devices)),
+        "cpu": cpu_model(),
+        "cpu_logical_cores": os.cpu_count() or 0,
+        "torch_threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "os": f"{platform.system()} {platform.machine()}",
+    }
+    for device in devices:
+        if device.type == "cuda":  # pragma: gpu
+            properties = torch.cuda.get_device_properties(device)
+            facts |= {
+                "gpu": properties.name,
+                "gpu_compute_capability": f"{properties.major}.{properties.minor}",
+                "gpu_multiprocessors": properties.multi_processor_count,
+                "gpu_memory_bytes": properties.total_memory,
+                "gpu_driver": gpu_driver() or "unknown",
+            }
+    return facts
 
 
 def load_average() -> float:

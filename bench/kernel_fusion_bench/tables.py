@@ -7,10 +7,10 @@ means.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kernel_fusion.cli.table import Table, rows_of
+from kernel_fusion.cli.table import Table
 from kernel_fusion.cli.units import Unit
 from kernel_fusion_bench.results import (
     BASELINE,
@@ -370,3 +370,13 @@ def _text(value: str | float | None) -> str:
 def markdown(table: Table) -> list[str]:
     """The lines of a table under its title; columns after the first hold numbers."""
     return ["", f"## {table.title}", "", *rows_of(table.columns, table.rows, table.columns[:1])]
+
+
+def rows_of(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[str]) -> list[str]:
+    """The lines of a table in Markdown; the columns named in `left` are aligned there, others on the right."""
+    marks = ["---" if name in left else "---:" for name in columns]
+    return [_row(columns), _row(marks), *map(_row, rows)]
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"

@@ -7,10 +7,12 @@ sums.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kernel_fusion.backends.cuda import planner
 from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.backends.cuda.plan import Plan
 from kernel_fusion.backends.cuda.row_norm_plan import planned
@@ -90,3 +92,16 @@ def write(path: Path, device: str, table: dict[str, Table]) -> None:
     make_private_dir(path.parent)
     replace_file(path, ("{\n" + ",\n".join(parts) + "\n}\n").encode())
     read_once.cache_clear()
+
+
+@contextmanager
+def override_plan(change: Callable[[RowNormSpec, Plan], Plan]) -> Iterator[None]:
+    """Within, in every thread, row norms run by `change(spec, plan)`, for tests and tuning."""
+    own = planner.KERNELS[RowNormSpec]
+    planner.KERNELS[RowNormSpec] = own._replace(plan=lambda spec, *others: change(spec, own.plan(spec, *others)))
+    planner.forget_kernels()
+    try:
+        yield
+    finally:
+        planner.KERNELS[RowNormSpec] = own
+        planner.forget_kernels()

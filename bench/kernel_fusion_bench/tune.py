@@ -169,7 +169,7 @@ def _kernels(cell: Cell, workload: Workload, inputs: Inputs, device: Device) -> 
         asked.append(spec)
         return plan
 
-    with planner.override_plan(note):
+    with trials.override_plan(note):
         providers.ours("cuda").prepare(cell.direction, workload, inputs)()
     wanted = "backward" if cell.direction == "backward" else "inference"
     spec = next(each for each in asked if each.direction == wanted)
@@ -244,6 +244,6 @@ def _outcomes(
             raise ValueError("its results have other bits")
         return calls
 
-    with planner.override_plan(lambda spec, plan: current.get(spec, plan)):
+    with trials.override_plan(lambda spec, plan: current.get(spec, plan)):
         outcomes = timing.time_cuda({str(i): partial(prepare, each) for i, each in enumerate(planned)}, effort, device)
     return [outcomes[str(i)] for i in range(len(planned))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import subprocess
@@ -14,29 +13,6 @@ import torch
 import kernel_fusion as kf
 
 _PACKAGE = Path(__file__).parents[1]
-
-
-def machine(*devices: torch.device) -> dict[str, str | int]:
-    """Names and sizes of the devices and their host."""
-    facts: dict[str, str | int] = {
-        "device": ", ".join(map(str, devices)),
-        "cpu": cpu_model(),
-        "cpu_logical_cores": os.cpu_count() or 0,
-        "torch_threads": torch.get_num_threads(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "os": f"{platform.system()} {platform.machine()}",
-    }
-    for device in devices:
-        if device.type == "cuda":  # pragma: gpu
-            properties = torch.cuda.get_device_properties(device)
-            facts |= {
-                "gpu": properties.name,
-                "gpu_compute_capability": f"{properties.major}.{properties.minor}",
-                "gpu_multiprocessors": properties.multi_processor_count,
-                "gpu_memory_bytes": properties.total_memory,
-                "gpu_driver": gpu_driver() or "unknown",
-            }
-    return facts
 
 
 def versions() -> dict[str, str]:

@@ -72,8 +72,6 @@ _CALLBACK = ctypes.CFUNCTYPE(None, _INTEGERS, _TEXT, _TEXT, _TEXT, _INTEGERS)
 
 # The launcher points to these.
 _kept: list[bytes] = []
-# Backward plans on autograd's threads, too.
-_override: Callable[[RowNormSpec, Plan], Plan] | None = None
 # They share a sum over columns.
 _REHEARSED_MULTIPROCESSORS = 132
 # Make launchers forget their kernels.
@@ -132,8 +130,7 @@ def launch_of(plan: Any, device: Device) -> Launch:
 
 def plan_for(spec: Spec, access: Any, device: Device) -> Any:
     """The plan of a spec on a device."""
-    plan = KERNELS[type(spec)].plan(spec, access, device)
-    return _override(spec, plan) if _override is not None and isinstance(spec, RowNormSpec) else plan
+    return KERNELS[type(spec)].plan(spec, access, device)
 
 
 def source_of(spec: Spec, access: Any, plan: Any) -> Source:
@@ -146,19 +143,6 @@ def compiled(spec: Spec, access: Any, device: Device) -> tuple[Any, str, bytes]:
     plan = plan_for(spec, access, device)
     source = source_of(spec, access, plan)
     return plan, source.name, compiler.cubin(source.text(), device.arch, source.name)
-
-
-@contextmanager
-def override_plan(change: Callable[[RowNormSpec, Plan], Plan]) -> Iterator[None]:
-    """Within, in every thread, row norms run by `change(spec, plan)`, for tests and tuning."""
-    global _override
-    _override = change
-    forget_kernels()
-    try:
-        yield
-    finally:
-        _override = None
-        forget_kernels()
 
 
 def forget_kernels() -> None:
