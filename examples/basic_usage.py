@@ -243,6 +243,14 @@ def attention(device: torch.device) -> int:
         lambda: smooth(rows, target),
         lambda: F.cross_entropy(rows, target, label_smoothing=0.1),
     )
+    head = torch.nn.Linear(rows.shape[-1], 1000, device=rows.device, dtype=rows.dtype)
+    compare(
+        "linear_cross_entropy",
+        lambda: kf.linear_cross_entropy(rows, head.weight, target, linear_bias=head.bias),
+        lambda: F.cross_entropy(head(rows), target),
+    )
+    joined = kf.FusedLinearCrossEntropyLoss(head)
+    compare("FusedLinearCrossEntropyLoss", lambda: joined(rows, target), lambda: F.cross_entropy(head(rows), target))
     compare(
         "attention_scores",
         lambda: kf.attention_scores(query, key),
