@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import kernel_fusion as kf
+from kernel_fusion.functional.wording import entries
 
 _MODULES = (kf.functional, kf.nn, kf.ops, kf.kernels.elementwise, kf.kernels.reduction, kf.kernels.fusion)
 
@@ -45,6 +46,20 @@ def test_every_example(name: str) -> None:
     for example in examples:
         # torch.compile tidies up in the globals when a function that it compiled is gone.
         assert DocTestRunner().run(example, clear_globs=False).failed == 0
+
+
+# The arguments whose meaning one docstring has for all, and what has them.
+_SHARED = {"rounding", "weight_offset", "out_dtype"}
+
+
+@pytest.mark.parametrize("name", [*kf.functional.__all__, *kf.nn.__all__])
+def test_arguments_are_described_where_they_are(name: str) -> None:
+    """A docstring describes the shared arguments itself, and refers to no other one for any."""
+    documented = getattr(kf, name)
+    described = entries(documented.__doc__)
+    for argument in _SHARED & set(inspect.signature(documented).parameters):
+        assert len(described[argument].split()) > 5
+    assert not [text for text in described.values() if text.startswith("as for")]
 
 
 @pytest.mark.parametrize("documented", list(public()), ids=lambda d: f"{d.__module__}.{d.__name__}")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from torch.utils import _pytree as pytree
 
-from kernel_fusion.functional import attention, interop, linear_losses, losses
+from kernel_fusion.functional import attention, interop, linear_losses, losses, wording
 from kernel_fusion.functional.attention import *  # noqa: F403 - its `__all__` says what
 from kernel_fusion.functional.gated_norm import gated_layer_norm, gated_rms_norm
 from kernel_fusion.functional.group_norm import group_norm
@@ -56,6 +56,7 @@ __all__ = [
 __all__ += attention.__all__ + linear_losses.__all__ + losses.__all__
 
 interop.keep_from_scripts(globals())
+wording.spell_out(globals(), __all__)
 
 # Named tuples are trees to PyTorch; with a name, programs that return one, or pass it between modules, can be saved.
 for _result in (CrossEntropyOutput, NormOutput, Quantized, TokenLogprobOutput):

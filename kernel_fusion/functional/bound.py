@@ -83,7 +83,7 @@ def modulated_norm(verb: Any, add_verb: Any, rms: bool) -> Call:
 
     Args:
         verb: the function without a residual, a partial with an `out_dtype`.
-        add_verb: likewise the function with one.
+        add_verb: the function with a residual, a partial too.
         rms: whether they are RMSNorm.
     """
     before = 1.0, verb.keywords["out_dtype"], rms

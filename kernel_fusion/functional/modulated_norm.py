@@ -53,9 +53,10 @@ def modulated_layer_norm(
         scale: s, which ends with `normalized_shape` and broadcasts to the input's leading dimensions: per sample
             (B, 1, N), per token (B, L, N), or (N,). In a dtype of its own: any of fp16/bf16/fp32 for such inputs
             (float64 for float64). It is read where it lies, so a chunk of a wider projection needs no copy.
-        shift: t, likewise, or None for 0.
-        weight, bias, weight_offset: as for :func:`layer_norm`. (offset + w)(1 + s) and b(1 + s) + t are computed
-            first, in the compute type and in the shape that scale and shift have together.
+        shift: t, of a shape and dtype that `scale` may have, or None for 0.
+        weight, bias: as for :func:`layer_norm`.
+        weight_offset: as for :func:`layer_norm`; (offset + w)(1 + s) and b(1 + s) + t are computed first, in the
+            compute type and in the shape that scale and shift have together.
         pre_activation, activation, out_dtype: as for :func:`layer_norm`.
         backend: "cuda", "triton", "cpu", "eager", or None for the automatic choice.
 
@@ -147,7 +148,7 @@ def add_modulated_layer_norm(
 
     Args:
         input: x, shape (\*, \*normalized_shape), as for :func:`layer_norm`.
-        residual, dropout_p, training: as for :func:`add_layer_norm`. h is rounded once, to the residual's dtype.
+        residual, dropout_p, training: as for :func:`add_layer_norm`.
         normalized_shape, scale, shift, weight, bias, eps: as for :func:`modulated_layer_norm`.
         gate: g, which broadcasts to the input as `scale` does, in a dtype of its own, or None for 1. With
             `pre_activation` or dropout, it multiplies what they make of x.

@@ -116,7 +116,7 @@ def qk_norm_rope(
         key: of the query's shape, dtype and device, but it may have another number of heads.
         query_weight, key_weight: w, shape (D,), or None for ones; any of fp16/bf16/fp32 (float64 for float64).
         cos, sin, interleaved, positions, unsqueeze_dim: as for :func:`rope`.
-        eps: as for :func:`rms_norm`: None is the machine epsilon of the compute type.
+        eps: as for :func:`rms_norm`.
         weight_offset: added to both weights in the compute type; 1 for Gemma's.
         rounding: "once", at the store; or "hf", where Qwen3's code in Transformers rounds: the normalised value to the
             input's dtype, its product with the weight to the promoted dtype of the two, and products, sum and

@@ -62,10 +62,10 @@ def layer_norm(
             normalised dimensions are contiguous and the others have at most three different strides).
         normalized_shape: the sizes of the dimensions to normalise over, or one int for the last dimension alone.
         weight: w, shape `normalized_shape`, any of fp16/bf16/fp32 for such inputs (float64 for float64), or None for 1.
-        bias: b, likewise, or None for 0.
+        bias: b, of a shape and dtype that `weight` may have, or None for 0.
         eps: added to the variance.
         pre_activation: applied to x before it is normalised: one of `kernel_fusion.ACTIVATIONS`.
-        activation: applied to the result, likewise.
+        activation: applied to the result: one of `kernel_fusion.ACTIVATIONS`.
         weight_offset: added to w in the compute type (1.0 for weights stored around zero); needs `weight`.
         out_dtype: dtype of the result. None: under CUDA autocast that of the installed PyTorch's norm (float32, but the
             input's for RMSNorm before 2.12), else the input's. With a :class:`Quantize` the result is a
@@ -238,7 +238,8 @@ def add_layer_norm(
             multiple of 2^-32.
         training: without it no dropout is applied.
         pre_activation, activation, weight_offset, out_dtype, group, backend: as for :func:`layer_norm`.
-        rounding: likewise; the dtype that the normalised value is rounded to is that of h, the residual's.
+        rounding: as for :func:`layer_norm`; the dtype that the normalised value is rounded to is that of h, the
+            residual's.
 
     Returns:
         :class:`NormOutput`: y and h.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kernel_fusion import functional
+from kernel_fusion.functional.wording import spell_out
 from kernel_fusion.nn.attention import FusedSoftmax
 from kernel_fusion.nn.gated_norm import FusedGatedRMSNorm
 from kernel_fusion.nn.group_norm import FusedGroupNorm
@@ -27,3 +29,5 @@ __all__ = [
     "FusedRMSNorm",
     "FusedSoftmax",
 ]
+
+spell_out({**vars(functional), **globals()}, __all__)

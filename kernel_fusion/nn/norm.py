@@ -28,10 +28,9 @@ class FusedLayerNorm(Stages, nn.LayerNorm):
         weight_offset: added to the weight in the compute type; the weight is then initialised to 1 - offset, so that
             a new module is the plain normalisation.
         pre_activation: applied to x before it is normalised: one of `kernel_fusion.ACTIVATIONS`, or None.
-        activation: applied to the result, likewise.
-        out_dtype: dtype of the result, or a :class:`kernel_fusion.Quantize`, with which the module returns a
-            :class:`kernel_fusion.Quantized`, as in :func:`kernel_fusion.layer_norm`. A `scale` stays on its device.
-        rounding: "once" or "hf", likewise.
+        activation: applied to the result: one of `kernel_fusion.ACTIVATIONS`, or None.
+        out_dtype: as in :func:`kernel_fusion.layer_norm`; a `scale` stays on its device.
+        rounding: as in :func:`kernel_fusion.layer_norm`.
 
     Shape: input and output (\*, \*normalized_shape). See :func:`kernel_fusion.layer_norm` for dtypes and accumulation.
 
