@@ -1,7 +1,6 @@
 // Measures the float functions of native/extension/cpu/math.h against double, over one in a thousand of all floats in the range
-// of each function's contract, NaN and infinities besides, and the gelu of RoughMath over all bf16. Prints lines "name error",
-// in ulp of the result, those of erf in ulp of 1, that of gelu as RoughMath states it; and how many slopes their bits do not
-// give back.
+// of each function's contract, NaN and infinities besides, and the gelu of RoughMath over all bf16. Prints lines "name error
+// argument", the argument of the largest error, in ulp of the result, for erf in ulp of 1, for gelu as RoughMath states it.
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -40,10 +39,13 @@ double error_of(float got, double want, bool absolute) {
 void measure(const char* name, float low, float high, auto&& function, auto&& exact) {
   const bool absolute = std::strncmp(name, "erf", 3) == 0;
   double most = 0;
-  float in[V::size()], out[V::size()];
+  float worst = 0, in[V::size()], out[V::size()];
   const auto run = [&] {
     function(V::loadu(in)).store(out);
-    for (int i = 0; i < V::size(); ++i) most = std::fmax(most, error_of(out[i], exact(static_cast<double>(in[i])), absolute));
+    for (int i = 0; i < V::size(); ++i) {
+      const double error = error_of(out[i], exact(static_cast<double>(in[i])), absolute);
+      if (error > most) most = error, worst = in[i];
+    }
   };
   int filled = 0;
   for (uint64_t bits = 0; bits < (uint64_t{1} << 32); bits += 997) {
@@ -63,12 +65,12 @@ void measure(const char* name, float low, float high, auto&& function, auto&& ex
     for (float& element : in) element = x;
     run();
   }
-  std::printf("%s %g\n", name, most);
+  std::printf("%s %g %a\n", name, most, worst);
 }
 
 void measure_rough_gelu() {
   double most = 0;
-  float in[V::size()], out[V::size()];
+  float worst = 0, in[V::size()], out[V::size()];
   for (uint32_t upper = 0; upper <= 0xffff; upper += V::size()) {
     for (uint32_t i = 0; i < V::size(); ++i) {
       const uint32_t bits = (upper + i) << 16;
@@ -79,10 +81,10 @@ void measure_rough_gelu() {
       const double x = in[i], want = x * std::erfc(-x * std::sqrt(0.5)) / 2;
       const double scale = std::fmax(std::fabs(want), std::fmin(std::fabs(x), 1) / 64) * 0x1p-9;
       const double error = std::isfinite(want) && x != 0 ? std::fabs(out[i] - want) / scale : error_of(out[i], want, false);
-      most = std::fmax(most, error);
+      if (error > most) most = error, worst = in[i];
     }
   }
-  std::printf("gelu_to_bf16 %g\ngelu_is_rough %d\n", most, !std::is_same_v<RoughMath, Math<float>>);
+  std::printf("gelu_to_bf16 %g %a\ngelu_is_rough %d 0\n", most, worst, !std::is_same_v<RoughMath, Math<float>>);
 }
 
 }  // namespace

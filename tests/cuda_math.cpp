@@ -4,8 +4,8 @@
 //
 //   cuda_math ARGUMENTS    a file of floats
 //
-// prints lines "name error" (relative; of normal_cdf and of fp32 absolute), "TYPE.name.value error" and "TYPE.name.slope error"
-// (halves of an ulp of TYPE, fp16 or bf16).
+// prints lines "name error argument", the argument of the largest error (relative; of normal_cdf and of fp32 absolute), and the
+// same of "TYPE.name.value" and "TYPE.name.slope" (in halves of an ulp of TYPE, fp16 or bf16).
 #include <math.h>
 
 #include <cstdio>
@@ -59,24 +59,31 @@ std::vector<float> read(const char* path) {
 }
 
 // Exact arithmetic on the same formula in fp32 says where a result is no number or infinite.
-double largest(const std::vector<float>& xs, auto&& rough, auto&& single, auto&& exact, auto&& scale) {
-  double most = 0;
+struct Largest {
+  double error = 0;
+  float argument = 0;
+};
+
+Largest largest(const std::vector<float>& xs, auto&& rough, auto&& single, auto&& exact, auto&& scale) {
+  Largest most;
   for (const float x : xs) {
     const float got = rough(x), kind = single(x);
     const double want = exact(x), error = fabs(got - want) / scale(x, want);
     const bool same = isfinite(kind) ? isfinite(got) : isnan(kind) ? isnan(got) : got == kind;
     if (!same) std::fprintf(stderr, "at %a: %a instead of %a\n", x, got, kind);
-    if (!same) return INFINITY;
-    if (isfinite(kind) && error > most) most = error;
+    if (!same) return {INFINITY, x};
+    if (isfinite(kind) && error > most.error) most = {error, x};
   }
   return most;
 }
 
+void print(const char* name, const Largest& most) { std::printf("%s %g %a\n", name, most.error, most.argument); }
+
 // The functions are inlined wherever they are called, so none has an address.
-#define KF_PRINT(name, xs, rough, single, exact, scale)                                                  \
-  std::printf(name " %g\n", largest(                                                                     \
-                                xs, [](float x) { return rough(x); }, [](float x) { return single(x); }, \
-                                [](double x) { return exact(x); }, scale));
+#define KF_PRINT(name, xs, rough, single, exact, scale)                                                                       \
+  print(name, largest(                                                                                                        \
+                  xs, [](float x) { return rough(x); }, [](float x) { return single(x); }, [](double x) { return exact(x); }, \
+                  scale));
 
 template <class M> typename M::V phi_of(typename M::V x) {
   typename M::V power;

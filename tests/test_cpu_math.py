@@ -27,8 +27,8 @@ _OWN = torch.backends.cpu.get_cpu_capability()
         pytest.param(variant, marks=[] if variant == _OWN else [pytest.mark.slow]) for variant in build.cpu_variants()
     ],
 )
-def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
-    """The largest error of every function, by name."""
+def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[float, str]]:
+    """The largest error of every function, and its argument, by name."""
     variant = request.param
     skip_unless_cpu_runs(variant)
     compiler = cxx_compiler()
@@ -48,16 +48,18 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         check=True,
     )
     lines = subprocess.run([program], check=True, capture_output=True, text=True).stdout.splitlines()
-    return {name: float(error) for name, error in map(str.split, lines)}
+    return {name: (float(error), argument) for name, error, argument in map(str.split, lines)}
 
 
 @pytest.mark.parametrize("name", _CONTRACT)
-def test_elementary_functions_keep_their_contract(name: str, measured: dict[str, float]) -> None:
+def test_elementary_functions_keep_their_contract(name: str, measured: dict[str, tuple[float, str]]) -> None:
     """Errors are within the stated ulp; NaN and infinities are right."""
-    assert 0.4 < measured[name] <= _CONTRACT[name]
+    error, argument = measured[name]
+    assert 0.4 < error <= _CONTRACT[name], f"at {argument}"
 
 
-def test_gelu_of_bf16_errs_less_than_its_rounding(measured: dict[str, float]) -> None:
+def test_gelu_of_bf16_errs_less_than_its_rounding(measured: dict[str, tuple[float, str]]) -> None:
     """Gelu errs by a fraction of half an ulp at every bf16, by less where it is exact; NaN and infinities are right."""
-    assert 0 < measured["gelu_to_bf16"] <= _ROUGH_GELU
-    assert (measured["gelu_to_bf16"] > 0.05) == measured["gelu_is_rough"]
+    error, argument = measured["gelu_to_bf16"]
+    assert 0 < error <= _ROUGH_GELU, f"at {argument}"
+    assert (error > 0.05) == measured["gelu_is_rough"][0]

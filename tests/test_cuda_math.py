@@ -32,8 +32,8 @@ _SHARE = 0.15
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
-    """The largest error of every function, by name."""
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[float, str]]:
+    """The largest error of every function, and its argument, by name."""
     compiler = cxx_compiler()
     if compiler is None:
         pytest.skip("there is no C++ compiler")
@@ -45,21 +45,23 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     options = ["-std=c++20", "-O1", "-ffp-contract=off", f"-I{PACKAGE / 'native'}"]
     subprocess.run([*compiler, *options, str(_SOURCE), "-o", program], check=True)
     result = subprocess.run([program, str(folder / "arguments")], check=True, capture_output=True, text=True)
-    errors: dict[str, float] = {}
+    errors: dict[str, tuple[float, str]] = {}
     for line in result.stdout.splitlines():
-        name, error = line.split()
-        errors[name] = max(float(error), errors.get(name, 0.0))
+        name, error, argument = line.split()
+        errors[name] = max((float(error), argument), errors.get(name, (0.0, "")))
     return errors
 
 
 @pytest.mark.parametrize("name", _ELEMENTARY)
-def test_elementary_functions_keep_their_contract(name: str, measured: dict[str, float]) -> None:
+def test_elementary_functions_keep_their_contract(name: str, measured: dict[str, tuple[float, str]]) -> None:
     """They err no more than the header says: relatively, or those of a normal distribution absolutely."""
-    assert 0 < measured[name] < _ELEMENTARY[name]
+    error, argument = measured[name]
+    assert 0 < error < _ELEMENTARY[name], f"at {argument}"
 
 
 @pytest.mark.parametrize("name", [*(f"fp16.{name}" for name in CODES), "bf16.gelu"])
-def test_activations_err_less_than_their_rounding(name: str, measured: dict[str, float]) -> None:
+def test_activations_err_less_than_their_rounding(name: str, measured: dict[str, tuple[float, str]]) -> None:
     """Value and slope of every activation err by a fraction of half an ulp; NaN and infinities are right."""
-    assert measured[f"{name}.value"] < _SHARE
-    assert measured[f"{name}.slope"] < _SHARE
+    for part in ("value", "slope"):
+        error, argument = measured[f"{name}.{part}"]
+        assert error < _SHARE, f"{part} at {argument}"
