@@ -225,6 +225,30 @@ def test_what_liger_replaced_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(line.text.startswith("Liger-Kernel computes it; apply Liger without it") for line in report.left)
 
 
+def test_a_loss_of_ligers_stays_beside_our_norms() -> None:
+    """After Liger without norms, rotary embedding and gates a patch takes those, and the model's forward is Liger's."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = HubNorm(16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x)
+
+    def lce_forward(self: Model, x: Tensor) -> Tensor:
+        return self.norm(x).square().mean()
+
+    lce_forward.__module__ = "liger_kernel.transformers.model.llama"
+    Model.forward = lce_forward  # type: ignore[method-assign]
+    model, x = Model(), torch.randn(4, 16)
+    before = model(x)
+    report = kf.patch(model)
+    assert [line.name for line in report.replaced] == ["norm"]
+    assert not report.left
+    torch.testing.assert_close(model(x), before)
+
+
 class _Driver:
     """Triton's driver, as it is where there is no GPU: asking for it raises."""
 
