@@ -59,6 +59,8 @@ ALL = [
     *of_suite("fused-ops"),
     *of_suite("fused-ops", BF16),
     *of_suite("stages"),
+    *of_suite("images"),
+    *of_suite("losses"),
     *(c for c in of_suite("memory") if not c.grouped),
 ]
 
@@ -394,7 +396,7 @@ def test_selections_that_a_suite_cannot_serve(arguments: list[str], message: str
     assert message in " ".join(result.output.replace("│", " ").split())
 
 
-@pytest.mark.parametrize("suite", ["fused-ops", "stages", "rope", "quantised", "memory"])
+@pytest.mark.parametrize("suite", ["fused-ops", "stages", "rope", "quantised", "images", "losses", "memory"])
 def test_a_quick_suite_has_as_many_dimensions_at_chosen_shapes(suite: str) -> None:
     """Operations on samples get samples, in a quick run too."""
     whole, quick = (

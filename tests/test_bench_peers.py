@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kernel_fusion.cli import machine
 from kernel_fusion.testing import unfused
-from kernel_fusion_bench import check, operations, peers, quantised, stages
+from kernel_fusion_bench import check, images, losses, operations, peers, quantised, stages
 from kernel_fusion_bench.workloads import Inputs, Operation, Workload
 
 
@@ -31,6 +31,10 @@ def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def _cross_entropy(x: Tensor, ids: Tensor) -> Tensor:
+    return F.cross_entropy(x.float(), ids)
 
 
 def _liger() -> dict[str, Any]:
@@ -50,12 +54,23 @@ def _liger() -> dict[str, Any]:
         assert rest == (None, 1, query.shape[-1])
         return _turned_in_place(query, cos, sin), _turned_in_place(key, cos, sin)
 
+    def cross_entropy(x: Tensor, ids: Tensor, weight: None, *rest: Any) -> tuple[Tensor, None]:
+        assert rest in ((), (-100, 0.0, 0.0, "mean", losses.SOFTCAP))
+        x = losses.SOFTCAP * torch.tanh(x.float() / losses.SOFTCAP) if rest else x
+        return _cross_entropy(x, ids), None
+
+    def group_norm(x: Tensor, weight: Tensor, bias: Tensor, channels: int, groups: int, eps: float) -> Tensor:
+        assert channels == x.shape[1]
+        return F.group_norm(x, groups, weight, bias, eps)
+
     functions = {
         "layer_norm.LigerLayerNormFunction": _layer_norm,
         "rms_norm.LigerRMSNormFunction": rms_norm,
         "fused_add_rms_norm.LigerFusedAddRMSNormFunction": add,
         "modulated_rms_norm.LigerModulatedRMSNormFunction": modulated,
         "rope.LigerRopeFunction": rope,
+        "cross_entropy.LigerCrossEntropyFunction": cross_entropy,
+        "group_norm.LigerGroupNormFunction": group_norm,
     }
     paths = ((path.split("."), function) for path, function in functions.items())
     return {f"liger_kernel.ops.{file}": {name: SimpleNamespace(apply=f)} for (file, name), f in paths}
@@ -101,6 +116,7 @@ def _quack() -> dict[str, Any]:
     return {
         "quack.rmsnorm": {"layernorm_fwd": forward, "layernorm_bwd": backward, "rmsnorm": rmsnorm},
         "quack.rotary": {"apply_rotary_emb": _rotary_embedding},
+        "quack.cross_entropy": {"cross_entropy": _cross_entropy},
     }
 
 
@@ -222,6 +238,9 @@ def test_norms(name: str, verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
         *((name, rope, (6, 512)) for name in ("liger", "flashinfer") for rope in stages.ROPE_OF_BOTH),
         ("flashinfer", _BY_NAME["rms_norm, given scale"], (6, 256)),
         ("flashinfer", _BY_NAME["add+rms_norm, given scale"], (6, 256)),
+        ("liger", images.OPERATIONS[0], (2, images.GROUPS, 4, 6)),
+        *(("liger", loss, (6, 256)) for loss in losses.OPERATIONS[:2]),
+        ("quack", losses.OPERATIONS[0], (6, 256)),
     ],
     ids=lambda of: of.name if isinstance(of, Operation) else str(of),
 )

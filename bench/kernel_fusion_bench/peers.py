@@ -21,7 +21,7 @@ from kernel_fusion.errors import BuildError
 from kernel_fusion.native.library import ready_library
 from kernel_fusion.operators import loader
 from kernel_fusion.testing.oracle import default_eps
-from kernel_fusion_bench import quantised, stages
+from kernel_fusion_bench import images, losses, quantised, stages
 from kernel_fusion_bench.operations import case_of
 from kernel_fusion_bench.providers import Provider, ours
 from kernel_fusion_bench.results import BASELINE
@@ -117,7 +117,9 @@ def _liger() -> Provider:
     add = of("fused_add_rms_norm", "LigerFusedAddRMSNormFunction")
     modulated = of("modulated_rms_norm", "LigerModulatedRMSNormFunction")
     rope = of("rope", "LigerRopeFunction")
-
+    group_norm = of("group_norm", "LigerGroupNormFunction")
+    cross_entropy = of("cross_entropy", "LigerCrossEntropyFunction")
+    no_weight, ignored, no_z_loss, no_smoothing = None, -100, 0.0, 0.0
     norms: Norms = {
         "layer_norm": lambda eps: lambda x, weight, bias: layer_norm(x, weight, bias, eps),
         "rms_norm": lambda eps: lambda x, weight: rms_norm(x, weight, eps, *_LIGER_RMS),
@@ -134,8 +136,14 @@ def _liger() -> Provider:
             x, None, scale.squeeze(1), shift.squeeze(1), EPS, *_LIGER_RMS
         ),
         **dict.fromkeys(_ROPE_OF_BOTH, rotated),
+        "group_norm": lambda x, weight, bias: group_norm(x, weight, bias, x.shape[1], images.GROUPS, EPS),
+        "cross_entropy": lambda x, ids: cross_entropy(x, ids, no_weight)[0],
+        "cross_entropy, softcap": lambda x, ids: cross_entropy(
+            x, ids, no_weight, ignored, no_z_loss, no_smoothing, "mean", losses.SOFTCAP
+        )[0],
     }
-    return _library("liger", "liger-kernel", norms, calls, in_place=_ROPE_OF_BOTH)
+    in_place = (*_ROPE_OF_BOTH, "cross_entropy", "cross_entropy, softcap")  # the gradient goes where the logits lie
+    return _library("liger", "liger-kernel", norms, calls, in_place=in_place)
 
 
 def _fla() -> Provider:
@@ -196,6 +204,7 @@ def _quack() -> Provider:
     }
     rotate = importlib.import_module("quack.rotary").apply_rotary_emb
     calls: dict[str, Function] = {
+        "cross_entropy": importlib.import_module("quack.cross_entropy").cross_entropy,
         "add+rms_norm": lambda x, residual, weight: module.rmsnorm(x, weight, residual=residual, eps=EPS, prenorm=True),
         stages.ROPE.name: lambda x, cos, sin: rotate(x[None], cos, sin)[0],
     }

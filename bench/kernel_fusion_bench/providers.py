@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import kernel_fusion as kf
+from kernel_fusion.core import checks
 from kernel_fusion.operators import loader
 from kernel_fusion.testing.launches import kernels_must_run
 from kernel_fusion_bench.workloads import Call, Direction, Function, Inputs, Workload
@@ -61,6 +62,12 @@ class Provider(Contender):
             raise NotImplementedError(f"{self.name} has no backward pass")
         return call_of(function, direction, inputs, self.convert)
 
+    def backend_of(self, workload: Workload) -> str | None:
+        """Our backend whose kernels a workload must run; None if others' kernels serve it."""
+        if self.backend is None or checks.without_kernels(workload.verb, self.backend):
+            return None
+        return self.backend if workload.what.has_kernels else None
+
     def results(self, workload: Workload, inputs: Inputs) -> dict[str, Tensor]:
         """Results and gradients by name; without a backward pass, only results."""
         if not self.differentiable:
@@ -69,7 +76,7 @@ class Provider(Contender):
             tensors = (y if isinstance(y, Tensor) else torch.utils.dlpack.from_dlpack(y) for y in each)
             return dict(zip(workload.what.results, tensors, strict=True))
         inputs = self.accepted(workload, inputs)
-        backend = self.backend if workload.what.has_kernels else None
+        backend = self.backend_of(workload)
         with kernels_must_run(backend, every=False):
             results = self._run(partial(inputs.call, self.function(workload)))
         with kernels_must_run(backend if inputs.leaves else None, every=False):

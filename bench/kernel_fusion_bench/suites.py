@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kernel_fusion_bench import operations, quantised, stages
+from kernel_fusion_bench import images, losses, operations, quantised, stages
 from kernel_fusion_bench.operations import NORMS
 from kernel_fusion_bench.step_models import Steps
 from kernel_fusion_bench.suite import Operations, Shape, Shapes, Suite, fixed, plain
@@ -216,6 +216,27 @@ _QUANTISED = Suite(
     peers=("torch.compile", "flashinfer"),
 )
 
+_IMAGE = (1, images.GROUPS)
+_IMAGES = Suite(
+    "images",
+    "Norms of images",
+    "GroupNorm alone and with SiLU, at the sizes of autoencoders and diffusion models, contiguous and channels last",
+    (Operations(images.OPERATIONS, _by_device(images.shapes(1), images.shapes(16)), batch=_IMAGE),),
+    dtypes=_ONE_EACH,
+    quick_parts=(Operations(images.OPERATIONS, fixed((*_IMAGE, 64, 64)), batch=_IMAGE),),
+    peers=("torch.compile", "liger"),
+)
+
+_LOSSES = Suite(
+    "losses",
+    "Losses over a vocabulary",
+    "cross entropy, and the log-probability and entropy of tokens, at the vocabularies of five language models",
+    (Operations(losses.OPERATIONS, _tokens(*losses.SIZES)),),
+    dtypes=_ONE_EACH,
+    quick_parts=(Operations(losses.OPERATIONS, _tokens((8192, 32000))),),
+    peers=("torch.compile", "liger", "quack"),
+)
+
 _STEPS = Suite(
     "steps",
     "Training steps",
@@ -258,6 +279,8 @@ SUITES = {
         _ROPE,
         _RELU_LAYER_NORM,
         _QUANTISED,
+        _IMAGES,
+        _LOSSES,
         _MEMORY_SUITE,
         _STEPS,
     )

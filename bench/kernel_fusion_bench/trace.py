@@ -77,7 +77,7 @@ def record(provider: Provider, workload: Workload, device: torch.device, folder:
     per_step = workload.bytes_moved("forward+backward", provider.name)
     sets = workload.input_sets(device, timing.rotating_calls(per_step) if device.type == "cuda" else 1)
     steps = max(_STEPS, len(sets))
-    backend = provider.backend if workload.what.has_kernels else None
+    backend = provider.backend_of(workload)
     with kernels_must_run(backend, every=False):
         for index in range(_WARM_UP):
             _step(provider, workload, sets[index % len(sets)], device)

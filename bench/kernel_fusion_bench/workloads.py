@@ -88,7 +88,8 @@ class Argument:
 
     Attributes:
         layout: as in `RowNormCase`, or "first half" of a wider tensor whose "second half" is the next argument.
-        values: "normal", "mask" (True in three of four and in the first column), "causal" (the lower triangle).
+        values: "normal", "mask" (True in three of four and in the first column), "causal" (the lower triangle), "ids"
+            (whole numbers from 0, less than `below`).
         shared: whether all rows read it; it is then the same in every set.
         moved: whether its bytes count.
     """
@@ -99,7 +100,8 @@ class Argument:
     mean: float = 0.0
     std: float = 1.0
     layout: str = "contiguous"
-    values: Literal["normal", "mask", "causal"] = "normal"
+    values: Literal["normal", "mask", "causal", "ids"] = "normal"
+    below: int = 0
     shared: bool = False
     gradient: bool = True
     moved: bool = True
@@ -234,7 +236,10 @@ class Workload:
             tensors = draw.arguments(arguments, shared)
             results = self._results()
             dtypes = (self.dtype if r.dtype.itemsize == 1 else r.dtype for r in results)  # codes get no gradient
-            return Inputs(tensors, tuple(map(draw.normal, (tuple(r.shape) for r in results), dtypes)))
+            cotangents = map(draw.normal, (tuple(r.shape) for r in results), dtypes)
+            if self.layout == "channels-last":  # so lie the gradients that the next layer of such a network gives
+                cotangents = map(partial(lay_out, layout=self.layout), cotangents)
+            return Inputs(tensors, tuple(cotangents))
 
         return [one_set() for _ in range(count)]
 
@@ -351,6 +356,8 @@ class _Draw:
     def _contiguous(self, a: Argument) -> Tensor:
         if a.values == "normal":
             return self.normal(a.shape, a.dtype, a.mean, a.std)
+        if a.values == "ids":
+            return torch.randint(a.below, a.shape, device=self._generator.device, generator=self._generator)
         if a.values == "causal":
             return torch.ones(a.shape, dtype=torch.bool, device=self._generator.device).tril()
         mask = torch.rand(a.shape, device=self._generator.device, generator=self._generator) < 0.75
