@@ -39,7 +39,7 @@ def _logprob_and_entropy() -> Operation:
     """What a step of a policy gradient needs of each row."""
 
     def pytorch(_: Dropout, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        log_p = F.log_softmax(x, -1, torch.promote_types(x.dtype, torch.float32))
+        log_p = F.log_softmax(x, -1, dtype=torch.promote_types(x.dtype, torch.float32))
         return log_p.gather(-1, ids[..., None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
 
     def fused(x: Tensor, ids: Tensor, p: float, backend: str | None) -> tuple[Tensor, ...]:

@@ -48,9 +48,9 @@ def linear_cross_entropy(
 
     .. math:: x = \mathrm{input}\, W^T + b, \qquad \mathrm{cross\_entropy}(x, \mathrm{target})
 
-    It takes about the time of the three matrix products. With "mean" or "sum" and a gradient to make, forward makes
-    it, and backward multiplies it by the incoming gradient on the device; with "none", and for float16, whose small
-    gradients would vanish before the loss is scaled, backward makes the logits again.
+    With "mean" or "sum" and a gradient to make, forward makes it, and backward multiplies it by the incoming gradient
+    on the device. With "none", and for float16, whose small gradients would vanish before the loss is scaled, backward
+    makes the logits again.
 
     Args:
         input: (..., H); float16, bfloat16, float32 or float64. Under autocast, input, weight and bias are cast once.

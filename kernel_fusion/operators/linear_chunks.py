@@ -23,8 +23,8 @@ ACCUMULATE = ("auto", "bf16", "fp32", "recompute")
 # A chunk of logits and its gradient take this many bytes each, and its rows are a multiple of `_STEP`.
 _CHUNK_BYTES = 2**28
 _STEP = 256
-# The gradient of the weight is rounded once per chunk; with more chunks than this, "auto" adds in float32. Four chunks
-# of flat logits, as those of an untrained model, have 1.53 times the error of one.
+# The gradient of the weight is rounded once per chunk; with more chunks than this, "auto" adds in float32, since flat
+# logits, as those of an untrained model, then have more than 1.5 times the error of one chunk.
 _FEW_CHUNKS = 3
 _NARROW = (torch.float16, torch.bfloat16)
 

@@ -7,6 +7,7 @@ logits; backward only multiplies it by the incoming gradient.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -344,6 +345,21 @@ def _refuse(*_: Any) -> None:
     )
 
 
+def _first_recorded(name: str, backward: Callable[..., Any], keep: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel of the first call above autograd, which registers the backward and calls again.
+
+    PyTorch makes classes for a backward. For all of these together they would take a seventh of the time of import.
+    """
+
+    def serve(*args: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PyTorch warns that this kernel is replaced
+            torch.library.register_autograd(f"kernel_fusion::{name}", backward, setup_context=keep, lib=library)
+        return overload(name)(*args)
+
+    return serve
+
+
 _FUNCTIONS: dict[str, tuple[Any, Any, Any, Any]] = {
     "linear_token_logprob": (_linear_token_logprob, _meta_token_logprob, _token_logprob_bwd, _keep_token_logprob),
     "linear_token_logprob_bwd": (
@@ -364,4 +380,4 @@ for _name, (_kernel, _meta, _backward, _keep) in _FUNCTIONS.items():
     library.define(_name + _SCHEMAS[_name], tags=torch.Tag.pt2_compliant_tag)
     library.impl(_name, _checked(_name, _kernel), "CompositeExplicitAutograd")
     library.impl(_name, _checked(_name, _meta), "Meta")
-    torch.library.register_autograd(f"kernel_fusion::{_name}", _backward, setup_context=_keep, lib=library)
+    library.impl(_name, _first_recorded(_name, _backward, _keep), "Autograd")
