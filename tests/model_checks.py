@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map_only
 import kernel_fusion as kf
 from kernel_fusion.cli import machine
 from kernel_fusion.cli.model_calls import default_dtype
+from kernel_fusion_bench import results
 from kernel_fusion_bench.tables import rows_of
 from kernel_fusion_bench.timing import num_threads
 
@@ -320,7 +321,7 @@ def page(outcomes: Iterable[Outcome], command: str) -> str:
     found = list(outcomes)
     made = [outcome for outcome in found if outcome.not_made is None]
     agreeing = [outcome for outcome in made if outcome.agrees]
-    facts = machine.machine(torch.device("cpu"))
+    facts = results.machine(torch.device("cpu"))
     lines = [
         TITLE,
         "",

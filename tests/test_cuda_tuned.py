@@ -105,6 +105,7 @@ def _key(direction: str, knob: str, row: Any) -> str:
     return json.dumps([direction, knob, *row])
 
 
+@pytest.mark.slow
 def test_every_row_decides_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it some call of the sample has another plan: no row repeats others or the rule."""
     asked = _Asked()

@@ -17,6 +17,8 @@ from support import CPU, ROOT, Target, python, run_example
 import kernel_fusion as kf
 from kernel_fusion_bench import results
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = ROOT / "examples"
 
 

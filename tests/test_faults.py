@@ -28,6 +28,8 @@ from kernel_fusion.core import cache
 from kernel_fusion.errors import BuildError
 from kernel_fusion.native import build, jobs, library
 
+pytestmark = pytest.mark.slow
+
 # Each process builds or loads, and computes through the automatic choice of backend.
 _USE = """
     import torch, kernel_fusion as kf

@@ -153,6 +153,7 @@ def test_an_rms_norm_of_primitives(dtype: torch.dtype, options: Any, tmp_path: P
         assert_as_accurate(ours, function, x, module.weight.detach(), module.bias.detach())
 
 
+@pytest.mark.slow
 def test_onnx_runtime_fuses_the_rms_norm(tmp_path: Path) -> None:
     """ONNX Runtime recognises the nodes as its SimplifiedLayerNormalization."""
     module = _Call(lambda x, w, b: kf.rms_norm(x, 8, w, 1e-6))
@@ -213,6 +214,7 @@ def test_any_number_of_rows(tmp_path: Path) -> None:
     torch.testing.assert_close(ours, module(x).detach())
 
 
+@pytest.mark.slow
 def test_programs_decompose_completely() -> None:
     """After the public decompositions no operator of ours is left, and the results are the definition's bits."""
     for name in MODULES:

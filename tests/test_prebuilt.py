@@ -24,6 +24,8 @@ from kernel_fusion.config import cxx_compiler
 from kernel_fusion.core import cache
 from kernel_fusion.native import build, library, prebuilt
 
+pytestmark = pytest.mark.slow
+
 _VERSION = ".".join(torch.__version__.split(".")[:2])  # of a release, as the tests expect
 
 

@@ -16,6 +16,8 @@ from kernel_fusion.cli.app import app
 from kernel_fusion_bench import plot, report, tables
 from kernel_fusion_bench.results import Failure, Results
 
+pytestmark = pytest.mark.slow
+
 MB = 10**6
 
 

@@ -15,6 +15,8 @@ from support import Target
 
 import kernel_fusion as kf
 
+pytestmark = pytest.mark.slow
+
 STEPS = 10
 # Two per block and the last one.
 NORMS = 9

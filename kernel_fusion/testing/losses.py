@@ -58,11 +58,13 @@ class CrossEntropyCase(Case):
 
     def ours(self, inputs: Tensors, backend: str | None) -> Results:
         """The loss by the verb."""
-        names = ("reduction", "label_smoothing", "z_loss", "softcap", "scale")
-        options: dict[str, Any] = {name: getattr(self, name) for name in names}
-        loss = kf.cross_entropy(inputs.x, inputs.target, inputs.weight, backend=backend, **options)
+        loss = kf.cross_entropy(inputs.x, inputs.target, inputs.weight, backend=backend, **self._options())
         assert isinstance(loss, Tensor)
         return {"y": loss}
+
+    def _options(self) -> dict[str, Any]:
+        names = ("reduction", "label_smoothing", "z_loss", "softcap", "scale")
+        return {name: getattr(self, name) for name in names}
 
     def definition(self, inputs: Tensors) -> Results:
         """The loss by the definition, as by the verb."""
@@ -86,7 +88,10 @@ class CrossEntropyCase(Case):
 
     def long_double(self, inputs: Tensors) -> Reference:
         """Return loss and gradient by formulas."""
-        x = self.scale * wide(inputs.x)
+        return self._of_logits(wide(inputs.x), inputs)
+
+    def _of_logits(self, logits: Array, inputs: Tensors) -> Reference:
+        x = self.scale * logits
         t = np.tanh(x / self.softcap) if self.softcap else np.zeros_like(x)
         z = self.softcap * t if self.softcap else x
         kept = inputs.target.cpu().numpy() >= 0
@@ -113,6 +118,47 @@ class CrossEntropyCase(Case):
         dz = (1 - alpha) * own[:, None] * (p - hit) + alpha / classes * (p * weight.sum() - weight)
         dz = dz + 2 * self.z_loss * lse * p
         return losses * kept, dz * kept[:, None], own
+
+
+@dataclass(frozen=True)
+class LinearCrossEntropyCase(CrossEntropyCase):
+    """One call of `linear_cross_entropy`, for which a linear layer makes the (N, C) logits of (N, `hidden`) inputs.
+
+    Attributes:
+        hidden: the number of columns of the input.
+        chunk_rows: the function's argument.
+    """
+
+    hidden: int = 32
+    chunk_rows: int | None = None
+
+    def make_inputs(self, device: torch.device | str, seed: int = 0) -> Tensors:
+        """Draw what `cross_entropy` takes, and in the place of the logits x, the layer's weight and its bias."""
+        draw, (rows, classes) = Draw(device, seed), self.shape
+        x = draw.normal((rows, self.hidden), self.dtype).requires_grad_()
+        linear = draw.normal((classes, self.hidden), self.dtype, 0.0, self.std / self.hidden**0.5).requires_grad_()
+        bias = draw.normal((classes,), self.dtype).requires_grad_()
+        return Tensors(**vars(super().make_inputs(device, seed)) | {"x": x, "linear": linear, "bias": bias})
+
+    def ours(self, inputs: Tensors, backend: str | None) -> Results:
+        """The loss by the verb."""
+        options: dict[str, Any] = {"weight": inputs.weight, "chunk_rows": self.chunk_rows, **self._options()}
+        layer = {"linear_bias": inputs.bias, "backend": backend}
+        loss = kf.linear_cross_entropy(inputs.x, inputs.linear, inputs.target, **layer, **options)
+        assert isinstance(loss, Tensor)
+        return {"y": loss}
+
+    def pytorch(self, inputs: Tensors) -> Results:
+        """The layer's logits, and the loss of these."""
+        logits = torch.nn.functional.linear(inputs.x, inputs.linear, inputs.bias)
+        return super().pytorch(Tensors(**vars(inputs) | {"x": logits}))
+
+    def long_double(self, inputs: Tensors) -> Reference:
+        """Return loss and gradients by formulas."""
+        x, linear, bias = map(wide, (inputs.x, inputs.linear, inputs.bias))
+        found = self._of_logits(x @ linear.T + bias, inputs)
+        dz = found["dx"]
+        return {"y": found["y"], "dx": dz @ linear, "dlinear": dz.T @ x, "dbias": dz.sum(0)}
 
 
 @dataclass(frozen=True)
@@ -211,6 +257,13 @@ def cases(quick: bool) -> Iterator[Case]:
     )
     for dtype, options in product(DTYPES, places if quick else places + more):
         yield CrossEntropyCase("cross_entropy", dtype=dtype, **options)
+    chunks: tuple[dict[str, Any], ...] = (
+        {"shape": (64, 255), "chunk_rows": 24, "reduction": "mean"},
+        {"shape": (16, 100), "label_smoothing": 0.1, "weighted": True, "z_loss": 1e-2, "softcap": 3.0},
+        {"shape": (0, 8)},
+    )
+    for dtype, options in product(DTYPES, chunks):
+        yield LinearCrossEntropyCase("linear_cross_entropy", dtype=dtype, **options)
     chosen: tuple[dict[str, Any], ...] = (
         {"shape": (64, 255), "warm": True},
         {"shape": (7, 4099), "num_ids": 3, "masked": True, "softcap": 3.0, "scale": 0.5, "warm": True},

@@ -19,6 +19,7 @@ from kernel_fusion.testing.case import Tensors as Tensors
 from kernel_fusion.testing.case import lay_out as lay_out
 from kernel_fusion.testing.group_norms import GroupNormCase as GroupNormCase
 from kernel_fusion.testing.losses import CrossEntropyCase as CrossEntropyCase
+from kernel_fusion.testing.losses import LinearCrossEntropyCase as LinearCrossEntropyCase
 from kernel_fusion.testing.losses import TokenLogprobCase as TokenLogprobCase
 from kernel_fusion.testing.pointwise import PointwiseCase as PointwiseCase
 from kernel_fusion.testing.pointwise import ReduceCase as ReduceCase
