@@ -36,7 +36,7 @@ def _cross_entropy(name: str, change: Callable[[Tensor], Tensor] = lambda x: x, 
 
 
 def _logprob_and_entropy() -> Operation:
-    """What a step of a policy gradient needs of each row."""
+    """The results of each row that a step of a policy gradient needs."""
 
     def pytorch(_: Dropout, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         log_p = F.log_softmax(x, -1, dtype=torch.promote_types(x.dtype, torch.float32))

@@ -16,6 +16,7 @@ from kernel_fusion.errors import BackendUnavailableError
 from kernel_fusion.functional import interop
 from kernel_fusion.functional.results import CrossEntropyOutput, TokenLogprobOutput
 from kernel_fusion.operators.dispatch import expandable, operator
+from kernel_fusion.operators.linear_losses import factors_of
 
 __all__ = ["cross_entropy", "token_logprob"]
 
@@ -109,7 +110,7 @@ def cross_entropy(
     else:
         if weight is not None:
             weight = weight.detach()
-            factor = _factors(weight, target, ignore_index, compute_dtype(input.dtype))
+            factor = factors_of(weight, target, ignore_index, compute_dtype(input.dtype))
         extra, of_extra = ("none", None) if label_smoothing == 0.0 else ("sum", weight)
         call = operator("cross_entropy", "token_logprob", backend, input, weight)
         gain, largest, log_sum, total, predicted = call(
@@ -251,12 +252,6 @@ def _of_rows(verb: str, temperature: Tensor, logits: Tensor) -> Tensor:
             f"`{verb}`: `temperature` must broadcast to the rows of `logits`, {list(rows)}, got "
             f"{list(temperature.shape)}"
         ) from error
-
-
-def _factors(weight: Tensor, target: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:
-    """The weight of each row's target, 0 for rows that are ignored; a target out of range is the operator's affair."""
-    chosen = weight.detach().to(dtype).take(target.clamp(0, weight.shape[0] - 1))
-    return chosen.masked_fill(target == ignore_index, 0.0)
 
 
 def _of_probabilities(

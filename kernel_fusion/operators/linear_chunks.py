@@ -82,7 +82,7 @@ class Head(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What `token_logprob` takes beside the logits, for all rows."""
+    """The arguments of `token_logprob` beside the logits, for all rows."""
 
     ids: Tensor
     mask: Tensor | None
@@ -99,7 +99,7 @@ class Rows(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """What the gradient of logits is made of, beside the probabilities: see `token_logprob_bwd`."""
+    """The derivatives by which `token_logprob_bwd` makes the gradient of logits; its signature has the formula."""
 
     dlogprob: Tensor
     da: Tensor | None

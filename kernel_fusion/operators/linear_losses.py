@@ -335,7 +335,7 @@ def _of_inputs(gradients: Any, wants: Any, count: int) -> tuple[Tensor | None, .
 
 
 def _keep_nothing(ctx: Any, inputs: Any, output: Any) -> None:
-    """What raises needs nothing."""
+    """Keep nothing for a backward that raises."""
 
 
 def _refuse(*_: Any) -> None:
